@@ -1,0 +1,31 @@
+"""One class per kind of user mistake; its text is the one line that the user reads.
+
+The command line prints the line to stderr and exits with `exit_code`. Anything else that reaches
+the user as a traceback is a bug in mlx-mtp.
+"""
+
+
+class MtpError(Exception):
+    """Something that the user can mend; the message says what, where and what to do."""
+
+    exit_code = 1
+
+
+class UsageError(MtpError):
+    """An option or a prompt that cannot be honoured."""
+
+    exit_code = 2
+
+
+class LoadError(MtpError):
+    """A checkpoint, a configuration or a hub answer that cannot be used."""
+
+    exit_code = 3
+
+
+class PairError(LoadError):
+    """A target and a drafter that do not fit each other."""
+
+
+class FitError(LoadError):
+    """Not enough memory or disk for what was asked."""
