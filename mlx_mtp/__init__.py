@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_mtp.generate import Options, generate, stream
+    from mlx_mtp.generation import Options, generate, stream
     from mlx_mtp.pair import Pair
     from mlx_mtp.weights.load import load_pair as load
 
@@ -28,9 +28,9 @@ if (_root / "pyproject.toml").exists():
     __path__.append(str(_root))
 
 _HOMES = {
-    "Options": ("mlx_mtp.generate", "Options"),
-    "generate": ("mlx_mtp.generate", "generate"),
-    "stream": ("mlx_mtp.generate", "stream"),
+    "Options": ("mlx_mtp.generation", "Options"),
+    "generate": ("mlx_mtp.generation", "generate"),
+    "stream": ("mlx_mtp.generation", "stream"),
     "Pair": ("mlx_mtp.pair", "Pair"),
     "load": ("mlx_mtp.weights.load", "load_pair"),
 }

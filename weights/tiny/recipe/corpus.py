@@ -41,13 +41,30 @@ def licence(metadata: str) -> str:
     return named if PERMISSIVE.search(named) and not OTHER.search(head) else ""
 
 
+def tidy(code: str) -> str:
+    """`ast.unparse` without the parentheses it adds around tuples and generators."""
+    code = re.sub(r"( = )\(([^()\n]*,[^()\n]*)\)$", r"\1\2", code, flags=re.MULTILINE)
+    at = 0
+    while (at := code.find("((", at)) >= 0:
+        depth, end = 1, at + 2
+        while depth and end < len(code):
+            depth += {"(": 1, ")": -1}.get(code[end], 0)
+            end += 1
+        if code[at - 1: at].isalnum() and " for " in code[at:end] and code[end: end + 1] == ")":
+            code = code[: at + 1] + code[at + 2: end - 1] + code[end:]
+        at += 1
+    return code
+
+
 def shape(function: ast.FunctionDef) -> str:
-    """A hash of the body with docstring and names taken away: equal for renamed copies."""
+    """A hash of the body with docstring, names and strings taken away: the same for renamed copies."""
     tree = ast.parse(ast.unparse(function)).body[0]
     assert isinstance(tree, ast.FunctionDef)
     tree.body = tree.body[1:]
     names: dict[str, str] = {}
     for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node.value = ""
         for field in ("id", "arg", "attr", "name"):
             if isinstance(value := getattr(node, field, None), str):
                 setattr(node, field, names.setdefault(value, f"v{len(names)}"))
@@ -75,7 +92,7 @@ def functions(source: str) -> Iterator[tuple[str, str]]:
             if isinstance(argument, ast.arg):
                 argument.annotation = None
         node.body[0] = ast.Expr(ast.Constant(docstring))
-        code = ast.unparse(node)
+        code = tidy(ast.unparse(node))
         if code.count("\n") < MAX_LINES and len(code) <= MAX_CHARS and code.isascii():
             yield code, shape(node)
 
