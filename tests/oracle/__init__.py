@@ -1,0 +1,1 @@
+"""Comparison with transformers: live where torch is installed, else with tensors that it made."""
