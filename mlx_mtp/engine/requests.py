@@ -1,0 +1,117 @@
+"""What is asked of the engine and what came of it. Host-side, no arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mlx_mtp.engine.draft_length import MAX_DRAFT, check_draft_len
+from mlx_mtp.engine.sampling import Sampling
+from mlx_mtp.errors import UsageError
+
+
+@dataclass
+class Stats:
+    """Counts and times of one request. Only tokens that were emitted count: what a block held
+    behind a stop, and a round that was run ahead for nothing, appear nowhere."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
+    accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
+    first_token_s: float = 0.0  # from the request's start to its first token read
+    decode_s: float = 0.0  # from the first token read to the last
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted over drafted tokens, 0 to 1."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens that a round emitted; the first token comes from the prefill, not a round."""
+        return (self.completion_tokens - 1) / self.rounds if self.rounds else 0.0
+
+    @property
+    def decode_tps(self) -> float:
+        """Tokens per second after the first."""
+        return (self.completion_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+    @property
+    def prompt_tps(self) -> float:
+        fresh = self.prompt_tokens - self.cached_tokens
+        return fresh / self.first_token_s if self.first_token_s > 0 else 0.0
+
+    def count_round(self, drafted: int, accepted: int) -> None:
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        for i in range(drafted):
+            self.drafted_by_position[i] += 1
+            self.accepted_by_position[i] += i < accepted
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt as token ids, and how to go on from it.
+
+    `draft_len` is the most drafts a round may accept for it, 0 for plain decoding. `stop` is
+    called once for every emitted token, in order, and says whether the text stops behind it.
+    The engine fills the last four fields; `tokens` never holds the EOS token.
+    Raises UsageError for a value out of range.
+    """
+
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    eos: frozenset[int] = frozenset()
+    suppress: tuple[int, ...] = ()
+    draft_len: int = 4
+    stop: Callable[[int], bool] | None = None
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    ended_by_eos: bool = False
+    stats: Stats = field(default_factory=Stats)
+
+    def __post_init__(self) -> None:
+        check_draft_len(self.draft_len)
+        if not self.prompt:
+            raise UsageError("the prompt is empty; it must hold at least one token")
+        if self.max_tokens < 0:
+            raise UsageError(f"max-tokens is {self.max_tokens}; it must be 0 or more")
+
+    def take(self, token: int) -> bool:
+        """Emit one token unless it is an EOS; returns whether it was emitted. Afterwards
+        `finish_reason` says whether the request ended with it."""
+        if token in self.eos:
+            self.finish_reason, self.ended_by_eos = "stop", True
+            return False
+        self.tokens.append(token)
+        self.stats.completion_tokens = len(self.tokens)
+        if self.stop is not None and self.stop(token):
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.max_tokens:
+            self.finish_reason = "length"
+        return True
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one step brought for one request.
+
+    tokens: newly emitted ids. drafted: for each of them, whether the drafter had proposed it.
+    prefilled: how many tokens of the prompt are in KV by now.
+    """
+
+    request: Request
+    tokens: list[int]
+    drafted: list[bool]
+    prefilled: int
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.request.finish_reason

@@ -1,0 +1,321 @@
+"""The building blocks that target and drafter share. They hold weights and no state.
+
+Keys and values are reached only through a view (`KVView`): the block hands over what it projected
+and gets back what attention gave, whatever the layout behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+
+from mlx_mtp.config import Rope, TextConfig
+
+KVKey = int | str  # a target's layer, or for a drafter the type of layer whose donor it reads
+Rotate = Callable[[mx.array], mx.array]
+
+
+class KVView(Protocol):
+    """What one forward pass sees of the KV of its rows.
+
+    offset: int32 [B], the position of each row's first token in this pass.
+    """
+
+    offset: mx.array
+
+    def write(self, key: KVKey, keys: mx.array, values: mx.array) -> None:
+        """Store [B, kv_heads, T, head_dim] at the pass's positions."""
+
+    def attend(self, key: KVKey, queries: mx.array) -> mx.array:
+        """Causal attention of [B, heads, T, head_dim] over everything stored so far."""
+
+    def last(self) -> KVView:
+        """The same pass narrowed to each row's last position."""
+
+
+def on_cpu() -> bool:
+    """Whether operations run on the CPU, where MLX has neither fused kernels nor a fast BLAS."""
+    return bool(mx.default_device().type == mx.DeviceType.cpu)
+
+
+def gelu(x: mx.array) -> mx.array:
+    """gelu_pytorch_tanh, as x * sigmoid(2 u) with 0.5 (1 + tanh u) = sigmoid(2 u).
+
+    Written out because mlx.nn's is compiled, and a cold compile costs seconds on the CPU.
+    """
+    return x * mx.sigmoid(x * (1.5957691216057308 + 0.07135481282052428 * (x * x)))
+
+
+def softcap(x: mx.array, cap: float | None) -> mx.array:
+    return x if cap is None else mx.tanh(x / cap) * cap
+
+
+def rotation(rope: Rope, head_dim: int, offset: mx.array, tokens: int) -> Rotate:
+    """RoPE for `tokens` positions from `offset` [B], as a function of [B, T, heads, head_dim].
+
+    Pairs are (i, i + head_dim / 2); of these the first `fraction` turn by theta^(-2i / head_dim)
+    and the rest stand still. The exponent's denominator is the head dim even where only a part
+    turns ('proportional'). The tables are made once a pass and serve all layers of a type.
+    """
+    half = head_dim // 2
+    turning = int(rope.fraction * half)
+    periods = [rope.theta ** (2 * i / head_dim) for i in range(turning)]
+    if not on_cpu():
+        freqs = mx.array(periods + [float("inf")] * (half - turning), dtype=mx.float32)
+
+        def fused(x: mx.array) -> mx.array:
+            y = mx.fast.rope(
+                x.swapaxes(1, 2),
+                head_dim,
+                traditional=False,
+                base=None,
+                scale=1.0,
+                offset=offset,
+                freqs=freqs,
+            )
+            return y.swapaxes(1, 2)
+
+        return fused
+    speeds = mx.array([1 / p for p in periods] + [0.0] * (half - turning), dtype=mx.float32)
+    positions = (offset[:, None] + mx.arange(tokens)).astype(mx.float32)
+    angles = positions[:, :, None, None] * speeds
+    cos, sin = mx.cos(angles), mx.sin(angles)
+    cos, sin = mx.concatenate([cos, cos], -1), mx.concatenate([-sin, sin], -1)
+
+    def written_out(x: mx.array) -> mx.array:
+        swapped = mx.concatenate([x[..., half:], x[..., :half]], -1)
+        return x * cos.astype(x.dtype) + swapped * sin.astype(x.dtype)
+
+    return written_out
+
+
+class Attention(nn.Module):
+    """Attention at scale 1 (q_norm and k_norm carry it) with keys and values of its own or, with
+    `own_kv` false, those of the layer that `kv_key` names."""
+
+    def __init__(self, config: TextConfig, kind: str, kv_key: KVKey, own_kv: bool):
+        super().__init__()
+        self.kv_key, self.own_kv = kv_key, own_kv
+        self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads_of(kind)
+        self.head_dim, self.eps = config.head_dim_of(kind), config.rms_norm_eps
+        width = config.hidden_size
+        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=self.eps)
+        if own_kv:
+            self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
+            if not config.k_eq_v(kind):
+                self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
+            self.k_norm = nn.RMSNorm(self.head_dim, eps=self.eps)
+
+    def __call__(self, x: mx.array, kv: KVView, rotate: Rotate) -> mx.array:
+        B, T, _ = x.shape
+        queries = self.q_norm(self.q_proj(x).reshape(B, T, self.heads, self.head_dim))
+        if self.own_kv:
+            raw = self.k_proj(x).reshape(B, T, self.kv_heads, self.head_dim)
+            values = raw
+            if "v_proj" in self:
+                values = self.v_proj(x).reshape(B, T, self.kv_heads, self.head_dim)
+            # V has a norm without weight, and no RoPE even where it is the raw key.
+            values = mx.fast.rms_norm(values, None, self.eps)
+            keys = rotate(self.k_norm(raw))
+            kv.write(self.kv_key, keys.swapaxes(1, 2), values.swapaxes(1, 2))
+        out = kv.attend(self.kv_key, rotate(queries).swapaxes(1, 2))
+        return self.o_proj(out.swapaxes(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(gelu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ExpertLinear(nn.Module):
+    """A stack of linear maps [E, out, in] of which every row uses a few."""
+
+    def __init__(self, experts: int, width: int, out: int):
+        super().__init__()
+        self.weight = mx.zeros((experts, out, width))
+
+    def __call__(self, x: mx.array, chosen: mx.array, in_order: bool = False) -> mx.array:
+        """x [..., 1 or n, 1, in] and int chosen [..., n] give [..., n, 1, out]."""
+        weight = self.weight.swapaxes(-1, -2)
+        return mx.gather_mm(x, weight, rhs_indices=chosen, sorted_indices=in_order)
+
+    def to_quantized(
+        self, group_size: int | None = None, bits: int | None = None, mode: str = "affine", **_: Any
+    ) -> QuantizedExpertLinear:
+        packed = mx.quantize(self.weight, group_size, bits, mode=mode)
+        return QuantizedExpertLinear(*packed, group_size=group_size, bits=bits, mode=mode)
+
+
+class QuantizedExpertLinear(nn.Module):
+    """ExpertLinear over packed weights: only the rows of the chosen experts are read."""
+
+    def __init__(
+        self,
+        weight: mx.array,
+        scales: mx.array,
+        biases: mx.array | None = None,
+        *,
+        group_size: int | None,
+        bits: int | None,
+        mode: str,
+    ):
+        super().__init__()
+        self.group_size, self.bits, self.mode = group_size, bits, mode
+        self.weight, self.scales = weight, scales
+        if biases is not None:
+            self.biases = biases
+
+    def __call__(self, x: mx.array, chosen: mx.array, in_order: bool = False) -> mx.array:
+        return mx.gather_qmm(
+            x,
+            self.weight,
+            self.scales,
+            self.get("biases"),
+            rhs_indices=chosen,
+            transpose=True,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            sorted_indices=in_order,
+        )
+
+
+class Router(nn.Module):
+    """Chooses each row's experts: norm, scale, proj, then softmax over the best in float32."""
+
+    def __init__(self, config: TextConfig):
+        super().__init__()
+        self.top_k, self.eps = config.top_k_experts, config.rms_norm_eps
+        self.root = config.hidden_size**-0.5
+        self.proj = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.scale = mx.ones((config.hidden_size,))
+        self.per_expert_scale = mx.ones((config.num_experts,))
+
+    def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """[B, T, H] -> (experts int [B, T, k], their weights [B, T, k])."""
+        x = mx.fast.rms_norm(x, None, self.eps) * self.scale * self.root
+        scores = self.proj(x).astype(mx.float32)
+        chosen = mx.argpartition(-scores, self.top_k - 1, axis=-1)[..., : self.top_k]
+        # Softmax over the chosen equals softmax over all, renormalised.
+        weights = mx.softmax(mx.take_along_axis(scores, chosen, -1), -1)
+        return chosen, weights.astype(x.dtype) * self.per_expert_scale[chosen]
+
+
+class Experts(nn.Module):
+    SORT_FROM = 64  # row-expert pairs; from here on grouping the rows of an expert pays
+
+    def __init__(self, config: TextConfig):
+        super().__init__()
+        n, width, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_proj = ExpertLinear(n, width, inner)
+        self.up_proj = ExpertLinear(n, width, inner)
+        self.down_proj = ExpertLinear(n, inner, width)
+
+    def __call__(self, x: mx.array, chosen: mx.array, weights: mx.array) -> mx.array:
+        """[B, T, H] through the experts [B, T, k] of each row, added up by their weights."""
+        B, T, K = chosen.shape
+        if B * T * K < self.SORT_FROM:
+            out = self._run(x[:, :, None, None, :], chosen)
+            return (out.squeeze(-2) * weights[..., None]).sum(-2)
+        order = mx.argsort(chosen.flatten())
+        rows = x.reshape(B * T, -1)[order // K][:, None, None, :]
+        out = self._run(rows, chosen.flatten()[order][:, None], in_order=True)
+        out = out.reshape(B * T * K, -1)[mx.argsort(order)].reshape(B, T, K, -1)
+        return (out * weights[..., None]).sum(-2)
+
+    def _run(self, x: mx.array, chosen: mx.array, in_order: bool = False) -> mx.array:
+        inner = gelu(self.gate_proj(x, chosen, in_order)) * self.up_proj(x, chosen, in_order)
+        return self.down_proj(inner, chosen, in_order)
+
+
+class DecoderLayer(nn.Module):
+    """One block: attention, MLP (beside experts where there are some), per-layer embedding, and
+    the layer's own scalar on everything."""
+
+    def __init__(self, config: TextConfig, kind: str, mlp_width: int, kv_key: KVKey, own_kv: bool):
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.kind = kind
+        self.self_attn = Attention(config, kind, kv_key, own_kv)
+        self.mlp = MLP(width, mlp_width)
+        self.input_layernorm = nn.RMSNorm(width, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
+        self.pre_feedforward_layernorm = nn.RMSNorm(width, eps=eps)
+        self.post_feedforward_layernorm = nn.RMSNorm(width, eps=eps)
+        if config.enable_moe_block:
+            self.router = Router(config)
+            self.experts = Experts(config)
+            self.post_feedforward_layernorm_1 = nn.RMSNorm(width, eps=eps)
+            self.post_feedforward_layernorm_2 = nn.RMSNorm(width, eps=eps)
+            self.pre_feedforward_layernorm_2 = nn.RMSNorm(width, eps=eps)
+        if config.hidden_size_per_layer_input:
+            inner = config.hidden_size_per_layer_input
+            self.per_layer_input_gate = nn.Linear(width, inner, bias=False)
+            self.per_layer_projection = nn.Linear(inner, width, bias=False)
+            self.post_per_layer_input_norm = nn.RMSNorm(width, eps=eps)
+        self.layer_scalar = mx.ones((1,))
+
+    def __call__(
+        self, x: mx.array, kv: KVView, rotate: Rotate, per_layer: mx.array | None = None
+    ) -> mx.array:
+        """[B, T, H] -> [B, T, H]; `per_layer` is [B, T, width of per-layer embeddings]."""
+        attended = self.self_attn(self.input_layernorm(x), kv, rotate)
+        x = x + self.post_attention_layernorm(attended)
+        out = self.mlp(self.pre_feedforward_layernorm(x))
+        if "experts" in self:
+            chosen, weights = self.router(x)
+            routed = self.experts(self.pre_feedforward_layernorm_2(x), chosen, weights)
+            out = self.post_feedforward_layernorm_1(out) + self.post_feedforward_layernorm_2(routed)
+        x = x + self.post_feedforward_layernorm(out)
+        if per_layer is not None:
+            gated = gelu(self.per_layer_input_gate(x)) * per_layer
+            x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))
+        return x * self.layer_scalar
+
+
+class ColumnLinear(nn.Module):
+    """A linear map stored as [in, out]. MLX's CPU wheel multiplies through a reference BLAS whose
+    fast loop runs along the stored rows: half the time of nn.Linear's [out, in]."""
+
+    def __init__(self, weight: mx.array):
+        super().__init__()
+        self.weight = mx.contiguous(weight.T)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x @ self.weight
+
+
+def head(model: nn.Module, hidden: mx.array) -> mx.array:
+    """[..., H] -> [..., vocabulary], by `lm_head` where there is one, else by the tied table."""
+    project = model.lm_head if "lm_head" in model else model.embed_tokens.as_linear
+    return project(hidden)
+
+
+def lay_out_for_cpu(model: nn.Module) -> None:
+    """Store every float32 linear map of `model` as the CPU multiplies it fastest.
+
+    A tied head becomes a map of its own beside the embedding table.
+    """
+
+    def replace(_: str, module: Any) -> Any:
+        if type(module) is nn.Linear and module.weight.dtype == mx.float32:
+            return ColumnLinear(module.weight)
+        return module
+
+    table = model.get("embed_tokens")
+    if "lm_head" not in model and type(table) is nn.Embedding and table.weight.dtype == mx.float32:
+        model.lm_head = ColumnLinear(table.weight)
+    leaves = tree_map_with_path(replace, model.leaf_modules(), is_leaf=nn.Module.is_module)
+    model.update_modules(leaves)
