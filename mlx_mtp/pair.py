@@ -1,0 +1,88 @@
+"""What loading gives: a target, its drafter, and what the checkpoint says about using them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mlx_mtp.config import TargetConfig, token_ids
+from mlx_mtp.errors import LoadError
+
+if TYPE_CHECKING:
+    from mlx_mtp.models.drafter import Drafter
+    from mlx_mtp.models.target import Target
+    from mlx_mtp.text.chat import ChatTemplate
+    from mlx_mtp.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """How a checkpoint wants to be sampled from, where its user says nothing.
+
+    eos_token_ids is the union of config.json and generation_config.json: Gemma 4 ends a turn by
+    106 or, after a tool call, by 50, and either file alone lists too few.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    eos_token_ids: tuple[int, ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
+
+    @classmethod
+    def from_files(
+        cls,
+        config: TargetConfig,
+        generation: Mapping[str, Any],
+        where: str = "generation_config.json",
+    ) -> GenerationDefaults:
+        """`generation` is generation_config.json, {} where there is none. Raises LoadError."""
+        eos = dict.fromkeys((*config.eos_token_ids, *token_ids(generation, where)))
+        suppress = token_ids(generation, where, "suppress_tokens")
+        # transformers samples at temperature 1 where do_sample is true and no temperature given.
+        warm = 1.0 if generation.get("do_sample") else 0.0
+        temperature = _number(generation, "temperature", where, warm, 0.0, float("inf"))
+        return cls(
+            temperature=0.0 if generation.get("do_sample") is False else temperature,
+            top_k=int(_number(generation, "top_k", where, 0, 0, float("inf"))),
+            top_p=_number(generation, "top_p", where, 1.0, 0.0, 1.0),
+            min_p=_number(generation, "min_p", where, 0.0, 0.0, 1.0),
+            eos_token_ids=tuple(eos),
+            # An id outside the vocabulary cannot be sampled, so it needs no suppressing.
+            suppress_tokens=tuple(i for i in suppress if i < config.text.vocab_size),
+        )
+
+
+@dataclass
+class Pair:
+    """A loaded target with its drafter (None: plain decoding), ready to generate.
+
+    notices: lines for the user, one each. weights_bytes: both models as they lie in memory.
+    load_s: seconds that loading took. A revision is a commit of the hub, None for a plain folder.
+    """
+
+    target: Target
+    drafter: Drafter | None
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    defaults: GenerationDefaults
+    name: str
+    revision: str | None = None
+    drafter_name: str | None = None
+    drafter_revision: str | None = None
+    notices: list[str] = field(default_factory=list)
+    weights_bytes: int = 0
+    load_s: float = 0.0
+
+
+def _number(
+    raw: Mapping[str, Any], key: str, where: str, default: float, low: float, high: float
+) -> float:
+    value = raw.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise LoadError(f"{where}: {key} is {value!r}; it must be a number in {low:g}..{high:g}")
+    return float(value)

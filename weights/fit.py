@@ -1,0 +1,134 @@
+"""Whether a pair fits the device and the disk, decided from configs and headers alone."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_mtp.config import FULL, TextConfig
+from mlx_mtp.errors import FitError
+
+FLOAT32_LIMIT = 2 << 30  # a float32 copy up to this size is worth it on the CPU
+POSITIONS = 8192  # of KV that a loaded pair should have room for
+DISK_RESERVE = 2 << 30
+# A ring keeps the window, and two rounds of at most 8 drafts each that may be rolled back.
+_RING_SPARE, _RING_STEP = 2 * (8 + 1), 16
+# Bits a weight takes at 4 and 8 bits in groups of 64, with each group's scale and bias.
+_BITS_Q4, _BITS_Q8 = 4 + 32 / 64, 8 + 32 / 64
+# Text parameters of the published sizes, and how many of them are per-layer embeddings (kept at
+# 8 bits by every sane conversion).
+PARAMETERS = {
+    "e2b": (4.63e9, 2.35e9),
+    "e4b": (7.46e9, 2.82e9),
+    "12b": (11.9e9, 0.0),
+    "26b": (25.2e9, 0.0),
+    "31b": (30.7e9, 0.0),
+}
+
+
+def kv_bytes(text: TextConfig, positions: int = POSITIONS, itemsize: int = 2) -> int:
+    """Bytes of KV for one row: full layers keep every position, sliding ones a ring."""
+    ring = text.sliding_window + _RING_SPARE
+    ring = min(positions, math.ceil(ring / _RING_STEP) * _RING_STEP)
+    total = 0
+    for layer in range(text.num_owners):
+        kind = text.layer_types[layer]
+        slots = positions if kind == FULL else ring
+        total += slots * text.kv_bytes_per_token(kind, itemsize)
+    return total
+
+
+def device_bytes() -> int:
+    """What weights and KV may take: the recommended working set on Metal, else physical memory,
+    or the accelerator's where MLX tells it."""
+    if mx.default_device().type == mx.DeviceType.gpu:
+        info = mx.device_info()
+        for key in ("max_recommended_working_set_size", "total_memory"):
+            if info.get(key):
+                return int(info[key])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check(
+    weights: Sequence[int],
+    text: TextConfig,
+    float32: bool = False,
+    *,
+    available: int | None = None,
+    quantized: bool = True,
+) -> None:
+    """Raises FitError, one line, when weights (target, drafter) and 8k positions of KV exceed
+    the device. `quantized`: whether the target is already packed."""
+    available = device_bytes() if available is None else available
+    kv = kv_bytes(text, itemsize=4 if float32 else 2)
+    needed = sum(weights) + kv
+    if needed <= available:
+        return
+    raise FitError(
+        f"this needs {gb(needed)} (weights {gb(sum(weights))}, KV for {POSITIONS} positions "
+        f"{gb(kv)}), but the device has {gb(available)}; "
+        f"{_what_fits(weights, kv, available, quantized)}; --force-fit loads it anyway"
+    )
+
+
+def _what_fits(weights: Sequence[int], kv: int, available: int, quantized: bool) -> str:
+    fitting = [n for n, size in sizes_q4().items() if size * 1.1 < min(available, sum(weights))]
+    told = [f"--model {fitting[-1]} would fit"] if fitting else []
+    if not quantized and weights[0] * _BITS_Q4 / 16 + sum(weights[1:]) + kv <= available:
+        told.append("so would this model after `mlx-mtp convert -q 4`")
+    return ", ".join(told) or "no published Gemma 4 would fit"
+
+
+def sizes_q4() -> dict[str, float]:
+    """Short name -> about how many bytes its 4-bit conversion takes, smallest first."""
+    return {
+        name: ((total - ple) * _BITS_Q4 + ple * _BITS_Q8) / 8
+        for name, (total, ple) in PARAMETERS.items()
+    }
+
+
+def check_disk(download: int, folder: Path, *, free: int | None = None) -> None:
+    """Raises FitError when a download would leave the disk of `folder` with under 2 GB."""
+    if not download:
+        return
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free if free is None else free
+    if free - download < DISK_RESERVE:
+        raise FitError(
+            f"the download needs {gb(download)} and would leave {gb(max(free - download, 0))} of "
+            f"{gb(free)} free on the disk of {folder}; free some space or set HF_HOME to another "
+            "disk; --force-fit downloads anyway"
+        )
+
+
+def wired_limit(wanted: int, device: int) -> tuple[int, str | None]:
+    """(bytes to wire, a notice when that is less than wanted)."""
+    if wanted <= device:
+        return wanted, None
+    return (
+        device,
+        f"wired memory is limited to {gb(device)}, the device's maximum, not {gb(wanted)}",
+    )
+
+
+def set_memory_limits(weights: int, headroom: int) -> tuple[Callable[[], None], str | None]:
+    """On Metal, keeps weights and `headroom` bytes wired, clamped to the device's maximum;
+    elsewhere does nothing. Gives back (a function that restores the limit before, a notice)."""
+    if not mx.metal.is_available():
+        return (lambda: None), None
+    info: Mapping[str, object] = mx.device_info()
+    limit, notice = wired_limit(
+        weights + headroom, int(str(info["max_recommended_working_set_size"]))
+    )
+    before = mx.set_wired_limit(limit)
+    return (lambda: (mx.set_wired_limit(before), None)[1]), notice
+
+
+def gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"

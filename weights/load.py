@@ -1,0 +1,110 @@
+"""Loading a pair: find both checkpoints, check them by their headers, and only then read weights.
+
+The order is what the user sees: a typo, a misfit or too little memory ends in one line after
+a few kilobytes were read, never after a download.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from mlx.utils import tree_flatten
+
+from mlx_mtp.errors import LoadError
+from mlx_mtp.models.drafter import Drafter
+from mlx_mtp.models.layers import on_cpu
+from mlx_mtp.models.target import Target
+from mlx_mtp.pair import GenerationDefaults, Pair
+from mlx_mtp.weights import fit
+from mlx_mtp.weights.checkpoint import Checkpoint, Folder, Progress
+from mlx_mtp.weights.find import find_pair
+from mlx_mtp.weights.planned import Planned, plan_drafter, plan_target
+
+
+def load_pair(
+    model: str | None = None,
+    *,
+    drafter: str | None = "auto",
+    revision: str | None = None,
+    drafter_revision: str | None = None,
+    force_fit: bool = False,
+    progress: Progress | None = None,
+) -> Pair:
+    """A target and its drafter, ready to generate.
+
+    model: a folder, a hub id, a short name (`known.SHORT`), or None for the embedded pair.
+    drafter: a folder or a hub id, "auto" to find the one that fits, None for plain decoding.
+    force_fit: load even where memory or disk will not do.
+    progress: called with (what, bytes done, bytes in all) while weights come in.
+    Raises LoadError, PairError, FitError and UsageError; every check comes before any weight.
+    """
+    started = time.perf_counter()
+    found = find_pair(model, drafter, revision, drafter_revision)
+    target, assistant = found.target, found.drafter
+    planned: list[Planned[Target] | Planned[Drafter]] = [target]
+    if assistant is not None:
+        planned.append(assistant)
+    float32 = _float32_pays(target)
+    if not force_fit:
+        fit.check(
+            [p.nbytes(float32) for p in planned],
+            target.text,
+            float32,
+            quantized=bool(target.quantized),
+        )
+        for p in planned:
+            fit.check_disk(p.source.to_download(p.files), p.source.disk)
+    folder = target.source.fetch(target.files, progress)
+
+    from mlx_mtp.text.chat import ChatTemplate
+    from mlx_mtp.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer.vocab_size > target.text.vocab_size:
+        raise LoadError(
+            f"{target.checkpoint.where('tokenizer.json')} has {tokenizer.vocab_size} tokens, but "
+            f"the model's vocabulary is {target.text.vocab_size}: it belongs to another model"
+        )
+    template = ChatTemplate.from_folder(folder)
+    for p in planned:
+        p.read(float32=float32, progress=progress)
+    return Pair(
+        target=target.module,
+        drafter=None if assistant is None else assistant.module,
+        tokenizer=tokenizer,
+        template=template,
+        defaults=GenerationDefaults.from_files(
+            found.config,
+            target.checkpoint.generation,
+            target.checkpoint.where("generation_config.json"),
+        ),
+        name=target.source.name,
+        revision=target.source.revision,
+        drafter_name=None if assistant is None else assistant.source.name,
+        drafter_revision=None if assistant is None else assistant.source.revision,
+        notices=found.notices + [notice for p in planned for notice in p.notices],
+        weights_bytes=sum(
+            array.nbytes for p in planned for _, array in tree_flatten(p.module.parameters())
+        ),
+        load_s=time.perf_counter() - started,
+    )
+
+
+def load_target(folder: str | Path) -> Target:
+    """A target alone from a folder, which needs no tokenizer. Raises LoadError."""
+    planned = plan_target(Checkpoint.open(Folder.at(folder)))
+    planned.read(float32=_float32_pays(planned))
+    return planned.module
+
+
+def load_drafter(folder: str | Path) -> Drafter:
+    """A drafter alone from a folder. Raises LoadError."""
+    planned = plan_drafter(Checkpoint.open(Folder.at(folder)))
+    planned.read(float32=_float32_pays(planned))
+    return planned.module
+
+
+def _float32_pays(planned: Planned[Target] | Planned[Drafter]) -> bool:
+    """float32 is exact on the CPU, and faster there than bfloat16, where there is room for it."""
+    return on_cpu() and planned.nbytes(float32=True) <= fit.FLOAT32_LIMIT

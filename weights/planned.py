@@ -1,0 +1,168 @@
+"""From headers to a loaded module: `plan_target` and `plan_drafter` check, `Planned.read` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from mlx_mtp.config import DrafterConfig, TargetConfig, TextConfig
+from mlx_mtp.errors import LoadError
+from mlx_mtp.models.drafter import Drafter
+from mlx_mtp.models.layers import lay_out_for_cpu, on_cpu
+from mlx_mtp.models.target import Target
+from mlx_mtp.weights import layout
+from mlx_mtp.weights.checkpoint import SMALL_FILES, Checkpoint, Progress, Source, Tensor
+
+PIECE = 256 << 20  # bytes that are read before they are evaluated
+Model = TypeVar("Model", Target, Drafter)
+
+
+@dataclass
+class Planned(Generic[Model]):
+    """A checkpoint whose tensors are known to fit its config; none of their data is read yet.
+
+    quantized: path of a layer -> its bits, group size and mode.
+    """
+
+    checkpoint: Checkpoint
+    text: TextConfig
+    plan: layout.Plan
+    module: Model
+    quantized: dict[str, dict[str, Any]]
+    notices: list[str] = field(default_factory=list)
+
+    @property
+    def source(self) -> Source:
+        return self.checkpoint.source
+
+    @property
+    def files(self) -> list[str]:
+        """What has to be on disk: the wanted weight files and the small ones."""
+        there = self.source.files()
+        return [*self.plan.files, *(f for f in SMALL_FILES if f in there)]
+
+    def nbytes(self, float32: bool) -> int:
+        """Bytes in memory once loaded, floats as stored or (on the CPU) all in float32."""
+        total = 0
+        for name, part in self.plan.parts.items():
+            size = part.nbytes * (2 if float32 and part.tensor.dtype in ("F16", "BF16") else 1)
+            # lay_out_for_cpu gives a tied head a table of its own.
+            head = name == "embed_tokens.weight" and self.text.tie_word_embeddings
+            total += size * (2 if float32 and head and "embed_tokens" not in self.quantized else 1)
+        return total
+
+    def read(self, *, float32: bool, progress: Progress | None = None) -> None:
+        """Reads the weights into `module` and evaluates them, a piece at a time, so that memory
+        peaks at the weights and one piece. Waits for the disk. Raises LoadError."""
+        folder = self.source.fetch(self.files, progress)
+        weights = []
+        done, total = 0, self.plan.nbytes
+        try:
+            for piece, size in self._pieces(folder, float32):
+                mx.eval([array for _, array in piece])
+                weights += piece
+                done += size
+                if progress is not None:
+                    progress(f"load {self.source.name}", done, total)
+        except (RuntimeError, OSError) as error:
+            raise LoadError(f"{self.source.name}: a weight file cannot be read: {error}") from None
+        self.module.load_weights(weights)
+        del weights, piece
+        if on_cpu() and float32:
+            lay_out_for_cpu(self.module)
+        # One by one: each re-laid tensor frees the one it was made from.
+        for _, array in tree_flatten(self.module.parameters()):
+            mx.eval(array)
+        if self.plan.head and not self._head_is_tied(folder):
+            self.notices.append(
+                f"{self.source.name} ships an lm_head that differs from its embedding table, but "
+                "its config ties the two: the table is used"
+            )
+
+    def _pieces(
+        self, folder: Path, float32: bool
+    ) -> Iterator[tuple[list[tuple[str, mx.array]], int]]:
+        wanted: dict[str, dict[str, list[tuple[str, layout.Part]]]] = {}
+        for name, part in self.plan.parts.items():
+            of_file = wanted.setdefault(part.tensor.file, {})
+            of_file.setdefault(part.tensor.name, []).append((name, part))
+        for file, tensors in wanted.items():
+            lazy = mx.load(str(folder / file))
+            assert isinstance(lazy, dict)
+            piece: list[tuple[str, mx.array]] = []
+            size = 0
+            for name, parts in tensors.items():
+                array = lazy.pop(name)
+                for key, part in parts:
+                    piece.append((key, _prepare(array, part, float32)))
+                    size += part.nbytes
+                if size >= PIECE:
+                    yield piece, size
+                    piece, size = [], 0
+            if piece:
+                yield piece, size
+
+    def _head_is_tied(self, folder: Path) -> bool:
+        """Whether a tied model's lm_head repeats the table, compared byte by byte on disk."""
+        for name, tensor in self.plan.head.items():
+            part = self.plan.parts.get(name.replace("lm_head.", "embed_tokens."))
+            if part is None or not _same_bytes(folder, tensor, part.tensor):
+                return False
+        return True
+
+
+def plan_target(checkpoint: Checkpoint, config: TargetConfig | None = None) -> Planned[Target]:
+    """Raises LoadError where config and headers do not agree, naming tensor, shapes and file."""
+    config = config or TargetConfig.from_dict(checkpoint.config, checkpoint.where())
+    return _plan(checkpoint, config.text, Target(config), config.text.num_owners)
+
+
+def plan_drafter(checkpoint: Checkpoint, config: DrafterConfig | None = None) -> Planned[Drafter]:
+    """Raises LoadError where config and headers do not agree, naming tensor, shapes and file."""
+    config = config or DrafterConfig.from_dict(checkpoint.config, checkpoint.where())
+    return _plan(checkpoint, config.text, Drafter(config), 0)
+
+
+def _plan(checkpoint: Checkpoint, text: TextConfig, module: Model, owners: int) -> Planned[Model]:
+    plan = layout.plan(checkpoint, owners=owners, tied=text.tie_word_embeddings)
+    quantized = layout.quantize(module, plan, checkpoint)
+    layout.check(module, plan, checkpoint)
+    planned = Planned(checkpoint, text, plan, module, quantized)
+    if plan.skipped:
+        planned.notices.append(f"{checkpoint.name}: text only, skipped {', '.join(plan.skipped)}")
+    if any(p.tensor.dtype == "F16" for p in plan.parts.values()):
+        planned.notices.append(
+            f"{checkpoint.name} is stored in float16, which Gemma 4's activations can overflow; "
+            "a bfloat16 checkpoint is safer"
+        )
+    if "auto_map" in checkpoint.config:
+        planned.notices.append(f"{checkpoint.where()}: auto_map names code, which is never run")
+    return planned
+
+
+def _prepare(array: mx.array, part: layout.Part, float32: bool) -> mx.array:
+    if part.half is not None:
+        array = mx.contiguous(mx.split(array, 2, axis=-2)[part.half])
+    if array.dtype == mx.int64:
+        return array.astype(mx.int32)
+    if float32 and mx.issubdtype(array.dtype, mx.floating):
+        return array.astype(mx.float32)
+    return array
+
+
+def _same_bytes(folder: Path, a: Tensor, b: Tensor, block: int = 16 << 20) -> bool:
+    if (a.shape, a.dtype, a.nbytes) != (b.shape, b.dtype, b.nbytes):
+        return False
+    with (folder / a.file).open("rb") as fa, (folder / b.file).open("rb") as fb:
+        fa.seek(a.start)
+        fb.seek(b.start)
+        for at in range(0, a.nbytes, block):
+            size = min(block, a.nbytes - at)
+            if fa.read(size) != fb.read(size):
+                return False
+    return True
