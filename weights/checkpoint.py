@@ -8,6 +8,7 @@ questions (which files, one file's JSON, one safetensors header, where the files
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,7 +53,10 @@ class Source(Protocol):
     """Where a checkpoint lies."""
 
     name: str
-    revision: str | None
+
+    @property
+    def revision(self) -> str | None:
+        """A commit, or None for a plain folder."""
 
     @property
     def disk(self) -> Path:
@@ -86,7 +90,7 @@ class Folder:
     def __init__(self, path: Path, name: str | None = None, revision: str | None = None) -> None:
         self.path = path
         self.name = name or str(path)
-        self.revision = revision
+        self.revision: str | None = revision
 
     @classmethod
     def at(cls, given: str | Path, revision: str | None = None) -> Folder:
@@ -154,7 +158,20 @@ class Folder:
     def incomplete(self) -> str:
         if self.revision is None:
             return ""
-        return "; the download was not finished: run once with a network to resume it"
+        return "; the download was not finished: run once with a network to fetch the rest"
+
+
+def cache_root() -> Path:
+    """The hub cache, as huggingface_hub's environment variables place it (it need not be
+    imported to look there)."""
+    env = os.environ
+    home = env.get("HF_HOME") or f"{env.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    cache = env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    return Path(cache).expanduser()
+
+
+def cache_folder(hub_id: str) -> Path:
+    return cache_root() / f"models--{hub_id.replace('/', '--')}"
 
 
 def cached_snapshot(repo_folder: Path, revision: str) -> Path | None:

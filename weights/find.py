@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from mlx_mtp.errors import LoadError, UsageError
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.target import Target
 from mlx_mtp.weights import known
-from mlx_mtp.weights.checkpoint import Checkpoint, Folder, Source, cached_snapshot
+from mlx_mtp.weights.checkpoint import Checkpoint, Folder, Source, cache_folder, cached_snapshot
 from mlx_mtp.weights.planned import Planned, plan_drafter, plan_target
 
 TINY = Path(__file__).parent / "tiny"
@@ -91,7 +90,7 @@ def _fitting(checkpoint: Checkpoint, target: TargetConfig) -> tuple[Checkpoint, 
 
 def _search(found: Found, revision: str | None) -> None:
     """Fills in the first drafter that is there and fits; else says once how to get one."""
-    troubles = []
+    troubles: list[str] = []
     for source, why in _candidates(found, revision, troubles):
         try:
             found.drafter = plan_drafter(*_fitting(Checkpoint.open(source), found.config))
@@ -119,7 +118,7 @@ def _candidates(
         # A folder never sends us to the network: its neighbours, then what the hub cache has.
         yield from _neighbours(target.path, by_name)
         for hub_id, why in ids.items():
-            cached = cached_snapshot(_cache_folder(hub_id), revision or "main")
+            cached = cached_snapshot(cache_folder(hub_id), revision or "main")
             if cached is not None:
                 yield Folder.at(cached), f"{why}, from the hub cache"
         return
@@ -140,11 +139,3 @@ def _neighbours(path: Path, by_name: tuple[str, ...]) -> Iterator[tuple[Source, 
     for name in dict.fromkeys(n.lower() for n in names):
         if name in there:
             yield Folder(there[name]), "beside the model"
-
-
-def _cache_folder(hub_id: str) -> Path:
-    """`hub_id`'s folder in the hub cache, as huggingface_hub's environment variables place it."""
-    env = os.environ
-    home = env.get("HF_HOME") or f"{env.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    cache = env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
-    return Path(cache).expanduser() / f"models--{hub_id.replace('/', '--')}"

@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from mlx.utils import tree_flatten
-
 from mlx_mtp.errors import LoadError
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.layers import on_cpu
@@ -84,9 +82,7 @@ def load_pair(
         drafter_name=None if assistant is None else assistant.source.name,
         drafter_revision=None if assistant is None else assistant.source.revision,
         notices=found.notices + [notice for p in planned for notice in p.notices],
-        weights_bytes=sum(
-            array.nbytes for p in planned for _, array in tree_flatten(p.module.parameters())
-        ),
+        weights_bytes=sum(p.loaded_bytes() for p in planned),
         load_s=time.perf_counter() - started,
     )
 

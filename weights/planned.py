@@ -16,7 +16,7 @@ from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.layers import lay_out_for_cpu, on_cpu
 from mlx_mtp.models.target import Target
 from mlx_mtp.weights import layout
-from mlx_mtp.weights.checkpoint import SMALL_FILES, Checkpoint, Progress, Source, Tensor
+from mlx_mtp.weights.checkpoint import SMALL_FILES, Checkpoint, Folder, Progress, Source, Tensor
 
 PIECE = 256 << 20  # bytes that are read before they are evaluated
 Model = TypeVar("Model", Target, Drafter)
@@ -43,8 +43,8 @@ class Planned(Generic[Model]):
     @property
     def files(self) -> list[str]:
         """What has to be on disk: the wanted weight files and the small ones."""
-        there = self.source.files()
-        return [*self.plan.files, *(f for f in SMALL_FILES if f in there)]
+        small = set(SMALL_FILES) & set(self.source.files())
+        return [*self.plan.files, *sorted(small)]
 
     def nbytes(self, float32: bool) -> int:
         """Bytes in memory once loaded, floats as stored or (on the CPU) all in float32."""
@@ -55,6 +55,11 @@ class Planned(Generic[Model]):
             head = name == "embed_tokens.weight" and self.text.tie_word_embeddings
             total += size * (2 if float32 and head and "embed_tokens" not in self.quantized else 1)
         return total
+
+    def loaded_bytes(self) -> int:
+        """Bytes that the module's arrays take."""
+        arrays: dict[str, mx.array] = dict(tree_flatten(self.module.parameters()))
+        return sum(array.nbytes for array in arrays.values())
 
     def read(self, *, float32: bool, progress: Progress | None = None) -> None:
         """Reads the weights into `module` and evaluates them, a piece at a time, so that memory
@@ -76,7 +81,8 @@ class Planned(Generic[Model]):
         if on_cpu() and float32:
             lay_out_for_cpu(self.module)
         # One by one: each re-laid tensor frees the one it was made from.
-        for _, array in tree_flatten(self.module.parameters()):
+        arrays: dict[str, mx.array] = dict(tree_flatten(self.module.parameters()))
+        for array in arrays.values():
             mx.eval(array)
         if self.plan.head and not self._head_is_tied(folder):
             self.notices.append(
@@ -158,6 +164,8 @@ def _prepare(array: mx.array, part: layout.Part, float32: bool) -> mx.array:
 def _same_bytes(folder: Path, a: Tensor, b: Tensor, block: int = 16 << 20) -> bool:
     if (a.shape, a.dtype, a.nbytes) != (b.shape, b.dtype, b.nbytes):
         return False
+    on_disk = Folder(folder)  # a header that came over the network does not say where data begin
+    a, b = on_disk.header(a.file)[a.name], on_disk.header(b.file)[b.name]
     with (folder / a.file).open("rb") as fa, (folder / b.file).open("rb") as fb:
         fa.seek(a.start)
         fb.seek(b.start)
