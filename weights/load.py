@@ -17,7 +17,7 @@ from mlx_mtp.pair import GenerationDefaults, Pair
 from mlx_mtp.weights import fit
 from mlx_mtp.weights.checkpoint import Checkpoint, Folder, Progress
 from mlx_mtp.weights.find import find_pair
-from mlx_mtp.weights.planned import Planned, plan_drafter, plan_target
+from mlx_mtp.weights.planned import Model, Planned, plan_drafter, plan_target
 
 
 def load_pair(
@@ -87,20 +87,22 @@ def load_pair(
     )
 
 
-def load_target(folder: str | Path) -> Target:
-    """A target alone from a folder, which needs no tokenizer. Raises LoadError."""
-    planned = plan_target(Checkpoint.open(Folder.at(folder)))
-    planned.read(float32=_float32_pays(planned))
+def load_target(folder: str | Path, *, float32: bool | None = None) -> Target:
+    """A target alone from a folder, which needs no tokenizer. float32: None decides by device and
+    size as `load_pair` does. Raises LoadError."""
+    return _alone(plan_target(Checkpoint.open(Folder.at(folder))), float32)
+
+
+def load_drafter(folder: str | Path, *, float32: bool | None = None) -> Drafter:
+    """A drafter alone from a folder; see `load_target`. Raises LoadError."""
+    return _alone(plan_drafter(Checkpoint.open(Folder.at(folder))), float32)
+
+
+def _alone(planned: Planned[Model], float32: bool | None) -> Model:
+    planned.read(float32=_float32_pays(planned) if float32 is None else float32)
     return planned.module
 
 
-def load_drafter(folder: str | Path) -> Drafter:
-    """A drafter alone from a folder. Raises LoadError."""
-    planned = plan_drafter(Checkpoint.open(Folder.at(folder)))
-    planned.read(float32=_float32_pays(planned))
-    return planned.module
-
-
-def _float32_pays(planned: Planned[Target] | Planned[Drafter]) -> bool:
+def _float32_pays(planned: Planned[Model]) -> bool:
     """float32 is exact on the CPU, and faster there than bfloat16, where there is room for it."""
     return on_cpu() and planned.nbytes(float32=True) <= fit.FLOAT32_LIMIT
