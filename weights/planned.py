@@ -43,7 +43,7 @@ class Planned(Generic[Model]):
     @property
     def files(self) -> list[str]:
         """What has to be on disk: the wanted weight files and the small ones."""
-        small = set(SMALL_FILES) & set(self.source.files())
+        small: set[str] = set(SMALL_FILES) & set(self.source.files())
         return [*self.plan.files, *sorted(small)]
 
     def nbytes(self, float32: bool) -> int:
