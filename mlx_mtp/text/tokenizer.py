@@ -205,7 +205,7 @@ def _content(token: Any) -> str | None:
 
 
 def _control_names(config: dict[str, Any]) -> set[str]:
-    tokens = [value for key, value in config.items() if key.endswith("_token")]
+    tokens: list[Any] = [value for key, value in config.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         group = config.get(key) or []
         tokens += group.values() if isinstance(group, dict) else group
@@ -216,8 +216,8 @@ def _control_names(config: dict[str, Any]) -> set[str]:
 
 def _decoder_of(rust: Any, path: Path) -> tuple[list[tuple[str, str]], bool]:
     """(text replacements, whether token text is the byte alphabet) of a tokenizer.json."""
-    decoder = json.loads(rust.decoder.__getstate__()) if rust.decoder else {"type": "Fuse"}
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    decoder: Any = json.loads(rust.decoder.__getstate__()) if rust.decoder else {"type": "Fuse"}
+    steps: list[Any] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     unknown = set(kinds) - {"Replace", "ByteFallback", "Fuse", "ByteLevel"}
     replaced = [(s["pattern"].get("String"), s["content"]) for s in steps if s["type"] == "Replace"]

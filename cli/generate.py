@@ -1,0 +1,217 @@
+"""`mlx-mtp generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mlx_mtp.cli.terminal import emit, say, signals
+from mlx_mtp.errors import UsageError
+
+HELP = """Answer PROMPT, or complete it with --raw.
+
+PROMPT is taken as it is: backslashes stay backslashes. Without PROMPT, or with -, it is read from
+stdin as UTF-8, and one newline at its end is dropped; --prompt-file is read to the byte. Where the
+checkpoint has a chat template, PROMPT is one user turn, thinking off, and control tokens written in
+it are plain text. With --raw they are control tokens, and an empty PROMPT is the BOS token alone.
+
+The text goes to stdout, everything else to stderr. Values not given come from the checkpoint's
+generation_config, then from the defaults below. Exit codes: 0, 2 usage, 3 loading or memory, 1
+anything else, 130 Ctrl-C, 143 SIGTERM."""
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; - reads it from stdin.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder, hub id or e2b, e4b, 12b, 26b, 31b. [default: the demo pair]"),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of --model. [default: main]")
+    ] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Folder or hub id. [default: the one that fits]")
+    ] = None,
+    drafter_revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of the drafter. [default: main]")
+    ] = None,
+    no_drafter: Annotated[
+        bool, typer.Option("--no-drafter", help="Decode plainly. [default: off]")
+    ] = False,
+    force_fit: Annotated[
+        bool,
+        typer.Option("--force-fit", help="Load although memory may not do. [default: off]"),
+    ] = False,
+    draft_len: Annotated[
+        int | None,
+        typer.Option(help="Drafted tokens a round, bonus not counted, 0..8. [default: 4]"),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to generate at most. [default: 512]")
+    ] = None,
+    temp: Annotated[
+        float | None,
+        typer.Option(help="Temperature, 0 is greedy. [default: generation_config, else 0]"),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep the k likeliest tokens, 0 all. [default: generation_config, else 0]"
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Keep the likeliest tokens up to this probability. [default: generation_config, "
+            "else 1]"
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Drop tokens below this share of the likeliest one's probability. "
+            "[default: generation_config, else 0]"
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of sampling, 0 to 2^64 - 1. [default: random]")
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End before this text; may be repeated. [default: none]"),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(help="A system message before the prompt. [default: none]")
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Complete the prompt, no chat template. [default: off]")
+    ] = False,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="Read the prompt from this file. [default: none]")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead. [default: off]")
+    ] = False,
+    no_stream: Annotated[
+        bool, typer.Option("--no-stream", help="Print the text at the end. [default: off]")
+    ] = False,
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", help="No progress, no summary; notices stay. [default: off]"),
+    ] = False,
+) -> None:
+    from mlx_mtp.generation import DRAFT_LEN, MAX_TOKENS, Options, low_acceptance, stream
+
+    text = read_prompt(prompt, prompt_file, raw=raw)
+    if no_drafter and (drafter or drafter_revision or draft_len):
+        given = (
+            "--drafter" if drafter else "--drafter-revision" if drafter_revision else "--draft-len"
+        )
+        raise UsageError(f"{given} needs a drafter, which --no-drafter leaves out")
+    if model is None and (revision or (drafter_revision and not drafter)):
+        raise UsageError("a revision needs the --model or the --drafter that it is of")
+    options = Options(
+        max_tokens=MAX_TOKENS if max_tokens is None else max_tokens,
+        temperature=temp,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+        draft_len=DRAFT_LEN if draft_len is None else draft_len,
+        raw=raw,
+        system=system,
+    )
+    # Nothing is drafted with 0, so a drafter that was not asked for need not be loaded.
+    plain = no_drafter or (options.draft_len == 0 and drafter is None)
+
+    from mlx_mtp.cli.view import Loading, Silent, human_bytes, summarise, view_for
+    from mlx_mtp.weights.load import load_pair
+
+    loading = None if quiet else Loading()
+    pair = load_pair(
+        model,
+        drafter=None if plain else drafter or "auto",
+        revision=revision,
+        drafter_revision=drafter_revision,
+        force_fit=force_fit,
+        progress=loading,
+    )
+    if loading is not None:
+        loading.close()
+    if model is None and not quiet:
+        say(
+            f"no --model given: this is the demo pair, {human_bytes(pair.weights_bytes)}, which "
+            "knows a little Python; --model e2b fetches a real one"
+        )
+    generation = stream(pair, text, options)
+    for notice in (*pair.notices, *generation.notices):
+        say(notice)
+    view = (
+        Silent()
+        if as_json
+        else view_for(stream=not no_stream, draft_len=generation.settings["draft_len"])
+    )
+    with signals.deferred(view.abandon):
+        for piece in generation:
+            view.show(piece)
+            if signals.caught is not None:
+                break
+        view.show(generation.close())
+        view.close()
+    result = generation.result
+    if as_json:
+        emit(json.dumps(result.to_dict(), ensure_ascii=False, allow_nan=False) + "\n")
+    elif not quiet:
+        summarise(result)
+    if warning := low_acceptance(result.stats):
+        say(warning)
+    if signals.caught is not None:
+        raise typer.Exit(signals.caught)
+
+
+def read_prompt(argument: str | None, file: Path | None, *, raw: bool) -> str:
+    """The prompt by the policy in HELP. Raises UsageError."""
+    if argument is not None and file is not None:
+        raise UsageError("PROMPT and --prompt-file were both given; leave one out")
+    if file is not None:
+        try:
+            prompt = _utf8(file.read_bytes(), str(file))
+        except OSError as error:
+            raise UsageError(f"{file} cannot be read: {error.strerror}") from None
+    elif argument is None or argument == "-":
+        prompt = _stdin(asked=argument == "-")
+        prompt = prompt.removesuffix("\n").removesuffix("\r") if prompt.endswith("\n") else prompt
+    else:
+        prompt = argument
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise UsageError("PROMPT is not valid UTF-8") from None
+    if not prompt.strip() and not raw:
+        raise UsageError(
+            "the prompt is empty; give some text (with --raw an empty one is BOS only)"
+        )
+    return prompt
+
+
+def _stdin(*, asked: bool) -> str:
+    if sys.stdin is None or (sys.stdin.isatty() and not asked):
+        raise UsageError("there is no prompt: give PROMPT, --prompt-file, or pipe one in")
+    try:
+        return _utf8(sys.stdin.buffer.read(), "stdin")
+    except OSError as error:
+        raise UsageError(f"stdin cannot be read: {error.strerror}") from None
+
+
+def _utf8(content: bytes, where: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where} is not valid UTF-8 (byte {error.start})") from None

@@ -1,0 +1,82 @@
+"""`mlx-mtp`: the commands, and how they end.
+
+Commands import what they need when they run, so that `mlx-mtp --help` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from mlx_mtp.cli import generate, inspect
+from mlx_mtp.cli.terminal import Interrupted, OutputClosed, say, signals, write_stderr
+from mlx_mtp.errors import MtpError
+
+# What click raises for a wrong command line; typer carries click inside and exports only this.
+ClickException: Any = typer.BadParameter.__mro__[2]
+
+app = typer.Typer(
+    help="Gemma 4 with its MTP drafter on MLX: the same text, sooner.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(help=generate.HELP)(generate.generate)
+app.command(help=inspect.HELP)(inspect.inspect)
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(f"mlx-mtp {installed('mlx-mtp')}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def run() -> NoReturn:
+    """The entry point: runs a command and turns whatever ends it into a line and an exit code."""
+    signals.install()
+    if sys.stdout is not None:
+        # The text is UTF-8 to the byte, whatever the locale says.
+        sys.stdout.reconfigure(encoding="utf-8", newline="\n")  # type: ignore[union-attr]
+    try:
+        code = app(prog_name="mlx-mtp", standalone_mode=False) or 0
+    except MtpError as error:
+        say(str(error))
+        code = error.exit_code
+    except ClickException as error:
+        command = error.ctx.command_path if error.ctx else "mlx-mtp"
+        say(f"{' '.join(error.format_message().split())} ({command} --help)")
+        code = error.exit_code
+    except Interrupted as interrupt:
+        write_stderr("\n" if sys.stderr is not None and sys.stderr.isatty() else "")
+        _leave(interrupt.code)
+    except OutputClosed:
+        _leave(0)
+    except Exception as error:
+        if os.environ.get("MLX_MTP_TRACEBACK"):
+            raise
+        say(f"{type(error).__name__}: {error} (MLX_MTP_TRACEBACK=1 shows where)")
+        code = 1
+    sys.exit(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process without waiting for the device or for a reader that has gone."""
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    run()

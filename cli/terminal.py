@@ -1,0 +1,113 @@
+"""What the command line does to the outside: lines on stderr, text on stdout, signals, exits."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TextIO
+
+from mlx_mtp.errors import MtpError
+
+
+class OutputClosed(BaseException):
+    """Whoever read our stdout has gone: time to end, and nothing to complain about."""
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM came; not a KeyboardInterrupt, which typer answers by itself."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+def say(line: str) -> None:
+    """A line on stderr; without effect where stderr is closed or full."""
+    write_stderr(f"mlx-mtp: {line}\n")
+
+
+def write_stderr(text: str) -> None:
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        sys.stderr = None  # as Python has it when it starts with a closed one
+
+
+def emit(text: str) -> None:
+    """Text on stdout, at once. Raises OutputClosed for a closed pipe, else MtpError."""
+    if sys.stdout is None:
+        raise MtpError("stdout is closed; there is nowhere to write the text to")
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise OutputClosed from None
+    except OSError as error:
+        raise MtpError(f"the text cannot be written to stdout: {error.strerror}") from None
+
+
+def speaks_ansi(stream: TextIO | None) -> bool:
+    """Whether colours and cursor movements are welcome: a terminal, not dumb, NO_COLOR unset."""
+    if stream is None or os.environ.get("NO_COLOR"):
+        return False
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+class Signals:
+    """SIGINT and SIGTERM raise Interrupted, or in `deferred` only set `caught` to the exit code.
+
+    Python runs a signal's handler when native code returns, which a long prefill chunk or a weight
+    file may take seconds for. So a thread watches too, and ends the process when the program has
+    not ended by itself in `grace` seconds, or at once when a second signal comes.
+    """
+
+    grace = 0.8
+
+    def __init__(self) -> None:
+        self.caught: int | None = None
+        self._deferred = False
+        self._last_words: Callable[[], None] = lambda: None
+
+    def install(self) -> None:
+        """In the main thread, once. A signal that the parent had us ignore stays ignored."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._handle)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
+
+    @contextmanager
+    def deferred(self, last_words: Callable[[], None]) -> Iterator[None]:
+        """The body looks at `caught` by itself; `last_words` runs if the watching thread ends the
+        process."""
+        self._deferred, self._last_words = True, last_words
+        try:
+            yield
+        finally:
+            self._deferred, self._last_words = False, lambda: None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.caught is None:
+            self.caught = 128 + number
+            if not self._deferred:
+                raise Interrupted(self.caught)
+
+    def _watch(self, reader: int) -> None:
+        number = os.read(reader, 1)[0]
+        select.select([reader], [], [], self.grace)
+        with suppress(Exception):
+            self._last_words()
+        os._exit(128 + number)
+
+
+signals = Signals()
