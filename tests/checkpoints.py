@@ -273,11 +273,12 @@ def write(
 
 def add_tokenizer(folder: Path, vocab: int = VOCAB) -> Path:
     """A tokenizer.json of single characters and the control tokens that chat needs."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>"]
     tokens += [chr(c) for c in range(32, 127)] + ["\n"]
     tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in tokens[:4]])
     assert tokenizer.get_vocab_size() <= vocab

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -20,14 +21,31 @@ DISK_RESERVE = 2 << 30
 _RING_SPARE, _RING_STEP = 2 * (8 + 1), 16
 # Bits a weight takes at 4 and 8 bits in groups of 64, with each group's scale and bias.
 _BITS_Q4, _BITS_Q8 = 4 + 32 / 64, 8 + 32 / 64
-# Text parameters of the published sizes, and how many of them are per-layer embeddings (kept at
-# 8 bits by every sane conversion).
-PARAMETERS = {
-    "e2b": (4.63e9, 2.35e9),
-    "e4b": (7.46e9, 2.82e9),
-    "12b": (11.9e9, 0.0),
-    "26b": (25.2e9, 0.0),
-    "31b": (30.7e9, 0.0),
+
+
+@dataclass(frozen=True)
+class Size:
+    """A published model: parameters of its text part, of these the per-layer embeddings (kept at
+    8 bits by every sane conversion), those of its drafter, and the KV of POSITIONS in bf16."""
+
+    parameters: float
+    per_layer: float
+    drafter: float
+    kv: int
+
+    @property
+    def bytes_q4(self) -> float:
+        """About what a 4-bit conversion, its drafter in bf16 and the KV take."""
+        packed = (self.parameters - self.per_layer) * _BITS_Q4 + self.per_layer * _BITS_Q8
+        return packed / 8 + self.drafter * 2 + self.kv
+
+
+SIZES = {
+    "e2b": Size(4.63e9, 2.35e9, 77.7e6, 57_016_320),
+    "e4b": Size(7.46e9, 2.82e9, 78.5e6, 156_499_968),
+    "12b": Size(11.9e9, 0.0, 423e6, 480_247_808),
+    "26b": Size(25.2e9, 0.0, 420e6, 384_040_960),
+    "31b": Size(30.7e9, 0.0, 470e6, 1_536_163_840),
 }
 
 
@@ -77,19 +95,12 @@ def check(
 
 
 def _what_fits(weights: Sequence[int], kv: int, available: int, quantized: bool) -> str:
-    fitting = [n for n, size in sizes_q4().items() if size * 1.1 < min(available, sum(weights))]
+    smaller = min(available, sum(weights) + kv)
+    fitting = [name for name, size in SIZES.items() if size.bytes_q4 <= smaller]
     told = [f"--model {fitting[-1]} would fit"] if fitting else []
     if not quantized and weights[0] * _BITS_Q4 / 16 + sum(weights[1:]) + kv <= available:
         told.append("so would this model after `mlx-mtp convert -q 4`")
     return ", ".join(told) or "no published Gemma 4 would fit"
-
-
-def sizes_q4() -> dict[str, float]:
-    """Short name -> about how many bytes its 4-bit conversion takes, smallest first."""
-    return {
-        name: ((total - ple) * _BITS_Q4 + ple * _BITS_Q8) / 8
-        for name, (total, ple) in PARAMETERS.items()
-    }
 
 
 def check_disk(download: int, folder: Path, *, free: int | None = None) -> None:
