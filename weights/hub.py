@@ -147,14 +147,17 @@ class _NoNetwork(LoadError):
 
 @contextmanager
 def _explained(name: str, revision: str, file: str = "") -> Iterator[None]:
-    """Turns huggingface_hub's errors into one line each. Their own texts are left out: they may
-    be long, and nothing that went into a request belongs on a screen."""
+    """Turns huggingface_hub's errors into one line each, and keeps its own remarks off stderr.
+    Their texts are left out: they are long, and nothing of a request belongs on a screen."""
     from huggingface_hub import constants, errors
+    from huggingface_hub.utils import logging
 
     what = f"{name}/{file}" if file else name
     again = "run the same command again, files that are complete are not fetched twice"
     http_error: Any = errors.HfHubHTTPError.__bases__[0]  # httpx's, under whichever name it is used
     endpoint = _endpoint() or constants.ENDPOINT
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
     except errors.GatedRepoError:
@@ -169,21 +172,30 @@ def _explained(name: str, revision: str, file: str = "") -> Iterator[None]:
         ) from None
     except errors.RevisionNotFoundError:
         raise LoadError(f"{name} has no revision {revision} on the hub") from None
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
+    except (errors.LocalEntryNotFoundError, http_error) as error:
+        # A file's failed look-up arrives as "not in the cache", with the answer as its cause.
+        answers = (error, error.__cause__)
+        status = next((e.response.status_code for e in answers if _is_answer(e)), None)
         if status == 401:
             raise LoadError(f"{what}: the hub refused the token; check HF_TOKEN") from None
         if status == 403:
             raise LoadError(f"{what}: the token may not read this; check its permissions") from None
-        raise _NoNetwork(f"{what}: the hub answered {status}; {again}") from None
-    except (errors.LocalEntryNotFoundError, http_error):
-        raise _NoNetwork(f"{what}: the hub cannot be reached; {again}") from None
+        said = f"the hub answered {status}" if status else "the hub cannot be reached"
+        raise _NoNetwork(f"{what}: {said}; {again}") from None
     except errors.HFValidationError:
         raise LoadError(f"{name} is no hub id (owner/name)") from None
     except OSError as error:
         if error.errno is None:  # huggingface_hub's check of a file's size
             raise _NoNetwork(f"{what}: the download broke off; {again}") from None
         raise LoadError(f"{what}: {error.strerror} ({error.filename or cache_root()})") from None
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _is_answer(error: object) -> bool:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return isinstance(error, HfHubHTTPError)
 
 
 def _bar(what: str, before: int, total: int, progress: Progress | None) -> type:

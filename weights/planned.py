@@ -42,9 +42,9 @@ class Planned(Generic[Model]):
 
     @property
     def files(self) -> list[str]:
-        """What has to be on disk: the wanted weight files and the small ones."""
+        """What has to be on disk: the small files, then the wanted weight files."""
         small: set[str] = set(SMALL_FILES) & set(self.source.files())
-        return [*self.plan.files, *sorted(small)]
+        return [*sorted(small), *self.plan.files]
 
     def nbytes(self, float32: bool) -> int:
         """Bytes in memory once loaded, floats as stored or (on the CPU) all in float32."""
