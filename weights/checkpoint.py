@@ -53,6 +53,7 @@ class Source(Protocol):
     """Where a checkpoint lies."""
 
     name: str
+    note: str  # something the user should know about how it was found, or ""
 
     @property
     def revision(self) -> str | None:
@@ -87,8 +88,10 @@ class Source(Protocol):
 class Folder:
     """A checkpoint on disk: a plain folder, or a snapshot in a hub cache."""
 
-    def __init__(self, path: Path, name: str | None = None, revision: str | None = None) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, name: str | None = None, revision: str | None = None, note: str = ""
+    ) -> None:
+        self.path, self.note = path, note
         self.name = name or str(path)
         self.revision: str | None = revision
 
@@ -220,6 +223,8 @@ class Checkpoint:
     def open(cls, source: Source, *, tokenizer: bool = False) -> Checkpoint:
         """Reads the configs. `tokenizer`: there must be one. Raises LoadError."""
         files = source.files()
+        if "config.json" not in files:
+            refuse_other_formats(source)
         config = read_json(source, "config.json")
         if tokenizer and not {"tokenizer.json", "tokenizer.model"} & set(files):
             raise LoadError(
@@ -254,6 +259,16 @@ def read_json(source: Source, file: str) -> dict[str, Any]:
     return value
 
 
+def refuse_other_formats(source: Source) -> None:
+    """Raises LoadError naming the first weight file that is not safetensors."""
+    for file in source.files():
+        if file.endswith(OTHER_FORMATS):
+            raise LoadError(
+                f"{source.where(file)}: {Path(file).suffix} weights cannot be read; mlx-mtp needs "
+                "config.json and .safetensors"
+            )
+
+
 def refuse_foreign_quantization(config: Mapping[str, Any], where: str) -> None:
     """Raises LoadError for weights packed by something other than MLX, named."""
     if isinstance(config.get("quantization"), Mapping):
@@ -273,12 +288,7 @@ def _tensors(source: Source, files: Mapping[str, int]) -> dict[str, Tensor]:
     names = [f for f in files if f.startswith("model") and f.endswith(".safetensors")]
     names = names or [f for f in files if f.endswith(".safetensors")]
     if not names:
-        others = [f for f in files if f.endswith(OTHER_FORMATS)]
-        if others:
-            raise LoadError(
-                f"{source.where(others[0])}: {Path(others[0]).suffix} weights cannot be read; "
-                "mlx-mtp needs .safetensors"
-            )
+        refuse_other_formats(source)
         raise LoadError(
             f"{source.where('model.safetensors')} is missing: no weights{source.incomplete()}"
         )

@@ -44,12 +44,11 @@ def find_pair(
     short = known.SHORT.get(model.lower()) if model and not Path(model).exists() else None
     if short is not None:
         model, revision = short.target, revision or short.target_revision
-        notices.append(f"{short.target} with {short.drafter}")
-        if not short.tried:
-            notices[0] += ": this pair was not tried by us yet"
         if drafter == "auto":
             drafter, why = short.drafter, "listed with the short name"
             drafter_revision = drafter_revision or short.drafter_revision
+        untried = "" if short.tried else ", a pair that was not tried by us yet"
+        notices.append(f"{model} with {drafter or 'no drafter'}{untried}")
     checkpoint = Checkpoint.open(_source(model, revision, "target"), tokenizer=True)
     config = TargetConfig.from_dict(checkpoint.config, checkpoint.where())
     named = None

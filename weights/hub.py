@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from logging import ERROR
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,16 @@ def open_repo(name: str, revision: str | None = None) -> Source:
     except _NoNetwork as error:
         if cached is None:
             raise LoadError(f"{error}; it is not in the cache {cache_root()} either") from None
-        return Folder(cached, name, cached.name)
+        note = f"{name}: the hub cannot be reached, the cached {cached.name[:12]} is used"
+        return Folder(cached, name, cached.name, note)
     files = {s.rfilename: s.size or 0 for s in info.siblings or () if "/" not in s.rfilename}
     return Repo(name, str(info.sha), files, wanted)
 
 
 class Repo:
     """A commit of a hub repository, found under `wanted`; see `checkpoint.Source`."""
+
+    note = ""
 
     def __init__(self, name: str, revision: str, files: dict[str, int], wanted: str) -> None:
         self.name, self.revision, self._files, self._wanted = name, revision, files, wanted
@@ -157,7 +161,7 @@ def _explained(name: str, revision: str, file: str = "") -> Iterator[None]:
     http_error: Any = errors.HfHubHTTPError.__bases__[0]  # httpx's, under whichever name it is used
     endpoint = _endpoint() or constants.ENDPOINT
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity(ERROR)
     try:
         yield
     except errors.GatedRepoError:
@@ -174,8 +178,7 @@ def _explained(name: str, revision: str, file: str = "") -> Iterator[None]:
         raise LoadError(f"{name} has no revision {revision} on the hub") from None
     except (errors.LocalEntryNotFoundError, http_error) as error:
         # A file's failed look-up arrives as "not in the cache", with the answer as its cause.
-        answers = (error, error.__cause__)
-        status = next((e.response.status_code for e in answers if _is_answer(e)), None)
+        status = _status(error) or _status(error.__cause__)
         if status == 401:
             raise LoadError(f"{what}: the hub refused the token; check HF_TOKEN") from None
         if status == 403:
@@ -192,10 +195,10 @@ def _explained(name: str, revision: str, file: str = "") -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _is_answer(error: object) -> bool:
+def _status(error: BaseException | None) -> int | None:
     from huggingface_hub.errors import HfHubHTTPError
 
-    return isinstance(error, HfHubHTTPError)
+    return error.response.status_code if isinstance(error, HfHubHTTPError) else None
 
 
 def _bar(what: str, before: int, total: int, progress: Progress | None) -> type:

@@ -43,7 +43,8 @@ class Planned(Generic[Model]):
     @property
     def files(self) -> list[str]:
         """What has to be on disk: the small files, then the wanted weight files."""
-        small: set[str] = set(SMALL_FILES) & set(self.source.files())
+        wanted = ("config.json",) if isinstance(self.module, Drafter) else SMALL_FILES
+        small: set[str] = set(wanted) & set(self.source.files())
         return [*sorted(small), *self.plan.files]
 
     def nbytes(self, float32: bool) -> int:
@@ -139,6 +140,8 @@ def _plan(checkpoint: Checkpoint, text: TextConfig, module: Model, owners: int) 
     quantized = layout.quantize(module, plan, checkpoint)
     layout.check(module, plan, checkpoint)
     planned = Planned(checkpoint, text, plan, module, quantized)
+    if checkpoint.source.note:
+        planned.notices.append(checkpoint.source.note)
     if plan.skipped:
         planned.notices.append(f"{checkpoint.name}: text only, skipped {', '.join(plan.skipped)}")
     if any(p.tensor.dtype == "F16" for p in plan.parts.values()):

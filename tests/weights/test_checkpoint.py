@@ -138,6 +138,11 @@ def test_case_g27_broken_folders(tmp_path: Path, change: Callable[[Path], None],
     assert str(folder) in line
 
 
+def test_case_g27_a_gguf_folder_without_config_is_named_too(tmp_path: Path) -> None:
+    (tmp_path / "gemma-4-e2b-it-Q4_K_M.gguf").write_bytes(b"GGUF")
+    assert "gemma-4-e2b-it-Q4_K_M.gguf: .gguf weights cannot be read" in refused(tmp_path)
+
+
 def test_case_g27_a_folder_without_tokenizer(tmp_path: Path) -> None:
     source = Folder.at(write_target(tmp_path))
     with pytest.raises(LoadError, match=r"tokenizer\.json is missing"):

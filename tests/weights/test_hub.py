@@ -171,6 +171,10 @@ def test_no_network_but_cached(pair: FakeHub) -> None:
     after = load_pair(TARGET)
     assert (after.name, after.revision) == (before.name, before.revision)
     assert after.drafter_name == DRAFTER
+    assert before.notices == []
+    assert after.notices == [
+        f"{TARGET}: the hub cannot be reached, the cached {str(after.revision)[:12]} is used"
+    ]
 
 
 def test_case_k04_offline_with_a_warm_cache(pair: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,9 +267,9 @@ def test_a_short_name_is_its_pinned_pair(fake: FakeHub, tmp_path: Path) -> None:
     add_tokenizer(write_target(tmp_path / "t"))
     fake.repos[known.target] = {known.target_revision: tmp_path / "t"}
     fake.repos[known.drafter] = {known.drafter_revision: write_drafter(tmp_path / "d")}
-    found = inspect_model("e2b")
+    found = inspect_model("E2B")
     assert (found.name, found.drafter) == (known.target, known.drafter)
-    assert "not tried by us yet" in found.notices[0]
+    assert "was not tried by us yet" in found.notices[0]
 
 
 def test_a_hub_checkpoint_reads_like_a_folder(pair: FakeHub) -> None:
