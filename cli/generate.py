@@ -26,7 +26,7 @@ anything else, 130 Ctrl-C, 143 SIGTERM."""
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; - reads it from stdin.", show_default=False)
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from stdin.")
     ] = None,
     model: Annotated[
         str | None,
@@ -159,12 +159,14 @@ def generate(
         else view_for(stream=not no_stream, draft_len=generation.settings["draft_len"])
     )
     with signals.deferred(view.abandon):
-        for piece in generation:
-            view.show(piece)
-            if signals.caught is not None:
-                break
-        view.show(generation.close())
-        view.close()
+        try:
+            for piece in generation:
+                view.show(piece)
+                if signals.caught is not None:
+                    break
+            view.show(generation.close())
+        finally:
+            view.close()
     result = generation.result
     if as_json:
         emit(json.dumps(result.to_dict(), ensure_ascii=False, allow_nan=False) + "\n")
@@ -172,8 +174,6 @@ def generate(
         summarise(result)
     if warning := low_acceptance(result.stats):
         say(warning)
-    if signals.caught is not None:
-        raise typer.Exit(signals.caught)
 
 
 def read_prompt(argument: str | None, file: Path | None, *, raw: bool) -> str:

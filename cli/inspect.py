@@ -21,8 +21,8 @@ def inspect(
     model: Annotated[
         str | None,
         typer.Argument(
+            metavar="MODEL",
             help="Folder, hub id or e2b, e4b, 12b, 26b, 31b. [default: the demo pair]",
-            show_default=False,
         ),
     ] = None,
     revision: Annotated[

@@ -68,6 +68,8 @@ def run() -> NoReturn:
             raise
         say(f"{type(error).__name__}: {error} (MLX_MTP_TRACEBACK=1 shows where)")
         code = 1
+    if signals.caught is not None:
+        _leave(signals.caught)
     sys.exit(code)
 
 

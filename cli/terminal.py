@@ -103,7 +103,9 @@ class Signals:
                 raise Interrupted(self.caught)
 
     def _watch(self, reader: int) -> None:
-        number = os.read(reader, 1)[0]
+        number = 0
+        while number not in (signal.SIGINT, signal.SIGTERM):
+            number = os.read(reader, 1)[0]
         select.select([reader], [], [], self.grace)
         with suppress(Exception):
             self._last_words()

@@ -104,10 +104,10 @@ class Live:
         for text, drafted in piece.spans:
             visible = text.translate(VISIBLE)
             out.append(f"{DRAFTED}{visible}{RESET}" if drafted else visible)
-        size = os.get_terminal_size(sys.stdout.fileno())
-        self._column = column_after(piece.text, self._column, size.columns)
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns or 80
+        self._column = column_after(piece.text, self._column, columns)
         self._next_draw = now + 0.1
-        out.append(self._draw(self._status(piece), size.columns))
+        out.append(self._draw(piece, columns))
         emit("".join(out))
 
     def close(self) -> None:
@@ -120,17 +120,18 @@ class Live:
         drawn, self._drawn = self._drawn, False
         return "\x1b[J" if drawn else ""
 
-    def _draw(self, line: str, columns: int) -> str:
+    def _draw(self, piece: Piece, columns: int) -> str:
         # With the last column written, the cursor waits behind it for the next character to wrap;
         # any movement would lose that, so the line stays away until then.
         if self._column >= columns:
             return ""
         self._drawn = True
-        legend = f" · {RESET}{DRAFTED}drafted{RESET}{DIM}, own"
+        line, legend = self._status(piece), ""
         room = columns - 1 - len(" · drafted, own")
-        line = line[:room] + legend if room > len(line) else line[: columns - 1]
+        if piece.stats.rounds and self._draft_len and len(line) <= room:
+            legend = f" · {RESET}{DRAFTED}drafted{RESET}{DIM}, own"
         # Index and up: makes sure of a row below, whose number the saved position then keeps.
-        return f"\x1bD\x1b[A\x1b7\x1b[B\r{DIM}{line}{RESET}\x1b8"
+        return f"\x1bD\x1b[A\x1b7\x1b[B\r{DIM}{line[: columns - 1]}{legend}{RESET}\x1b8"
 
     def _status(self, piece: Piece) -> str:
         stats = piece.stats

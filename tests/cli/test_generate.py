@@ -94,7 +94,7 @@ def test_h17_a_prompt_of_a_megabyte_is_read_and_refused_by_the_context(generate)
         ([""], b"", ["empty"]),  # H24
         (["   "], b"", ["empty"]),
         (["-"], b" \n", ["empty"]),  # H17
-        ([], b"", ["empty"]),
+        ([], b"", ["empty"]),  # H16
         (["-"], b"caf\xe9", ["UTF-8"]),
         (["--prompt-file", "/nowhere"], b"", ["/nowhere"]),
         (["--prompt-file", "/nowhere", "hi"], b"", ["both"]),
@@ -144,6 +144,19 @@ def test_d07_a_drafter_that_is_missing_is_said(tmp_path):
     done = subprocess.run(command, capture_output=True, timeout=60)
     assert one_line(done.stderr, "no drafter", "plain decoding")
     assert json.loads(done.stdout)["settings"]["draft_len"] == 0
+
+
+def test_d15_plain_decoding_three_ways(generate, model):
+    def run(*arguments):
+        return json.loads(generate("hi", *SHORT, "--json", *arguments).stdout)
+
+    none = run("--no-drafter")
+    found = run("--draft-len", "0")
+    named = run("--draft-len", "0", "--drafter", f"{model}-assistant")
+    assert none["token_ids"] == found["token_ids"] == named["token_ids"]
+    assert [r["speculation"]["drafted"] for r in (none, found, named)] == [0, 0, 0]
+    assert named["settings"]["drafter"] == f"{model}-assistant"
+    assert none["settings"]["drafter"] is None
 
 
 def test_d06_a_useless_drafter_is_said_once_at_the_end(generate):
@@ -229,8 +242,9 @@ def test_the_embedded_pair_continues_a_function(embedded):
 @pytest.mark.parametrize("prompt", ["def is_even(n):", "# Return the sum of prices.\n"])
 def test_the_embedded_pair_says_the_same_with_and_without_drafts(embedded, prompt):
     def run(drafts):
-        command = [*COMMAND, "generate", prompt, "--json", "--draft-len", drafts, "--quiet"]
-        return json.loads(subprocess.run(command, capture_output=True, timeout=60).stdout)
+        command = [*COMMAND, "generate", prompt, "--json", "--quiet", "--max-tokens", "60"]
+        done = subprocess.run([*command, "--draft-len", drafts], capture_output=True, timeout=60)
+        return json.loads(done.stdout)
 
     plain, drafted = run("0"), run("4")
     assert plain["token_ids"] == drafted["token_ids"]
