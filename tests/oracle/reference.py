@@ -21,7 +21,9 @@ from transformers import (
     Gemma4UnifiedForCausalLM,
     Gemma4UnifiedForConditionalGeneration,
     Gemma4UnifiedTextConfig,
+    GenerationConfig,
 )
+from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 from tests.oracle.shapes import WINDOW, Config
 
@@ -82,6 +84,9 @@ def _fill(model: Any, rng: torch.Generator) -> None:
             value = uniform(tensor, 0.5, 1.5)
         else:
             gain = 1.0 if "embed_tokens" in name or "router" in name else tensor.shape[-1] ** -0.5
+            if "per_layer_model_projection" in name or "per_layer_projection" in name:
+                # A norm follows: only beside its epsilon does the scale before it show.
+                gain *= 1e-3
             value = gain * torch.randn(tensor.shape, generator=rng)
         tensor.copy_(value.bfloat16().float())
 
@@ -131,15 +136,23 @@ class Draft:
 
 @torch.no_grad()
 def draft(
-    drafter: Any, target: Any, kv: KV, hidden: torch.Tensor, bonus: int, committed: int, steps: int
+    drafter: Any,
+    target: Any,
+    kv: KV,
+    hidden: torch.Tensor,
+    bonus: int,
+    committed: int,
+    steps: int,
+    position: int | None = None,
 ) -> Draft:
     """`steps` drafts after `bonus`, with `committed` (N) slots in the target's KV.
 
     As transformers' SinglePositionMultiTokenCandidateGenerator feeds its assistant, but for what
-    Gemma 4's other implementations agree on: the queries stand at N-1 (transformers: N), and the
-    sliding layers see the last `WINDOW` committed slots (transformers: one more after a long
-    prefill, and rejected ones after a rejection), so the KV is cut here.
+    Gemma 4's other implementations agree on: the queries stand at `position` N-1 (transformers: N),
+    and the sliding layers see the last `WINDOW` committed slots (transformers: one more after a
+    long prefill, and rejected ones after a rejection), so the KV is cut here.
     """
+    position = committed - 1 if position is None else position
     first = max(0, committed - WINDOW)
     cut = {
         kind: tuple(
@@ -153,7 +166,7 @@ def draft(
     for _ in range(steps):
         out = drafter(
             inputs_embeds=torch.cat([embed(token), state], dim=-1),
-            position_ids=torch.tensor([[committed - 1]]),
+            position_ids=torch.tensor([[position]]),
             shared_kv_states=cut,
         )
         token, state = out.logits.argmax(dim=-1), out.last_hidden_state
@@ -161,3 +174,36 @@ def draft(
         logits.append(out.logits[0, 0])
         states.append(state[0, 0])
     return Draft(tokens, torch.stack(logits), torch.stack(states))
+
+
+@torch.no_grad()
+def candidates(drafter: Any, target: Any, prompt: list[int], bonus: int, steps: int) -> list[int]:
+    """What transformers' own assisted generation drafts in its first round after `prompt`."""
+    settings = GenerationConfig(max_length=len(prompt) + steps + 2)
+    drafter.generation_config.num_assistant_tokens = steps
+    generator = SinglePositionMultiTokenCandidateGenerator(
+        assistant_model=drafter,
+        target_model_input_embeddings=target.get_input_embeddings(),
+        generation_config=settings,
+    )
+    outputs = target(torch.tensor([prompt]), use_cache=True, **generator.model_kwargs_overrides)
+    ids, _ = generator.get_candidates(
+        torch.tensor([[*prompt, bonus]]),
+        model_kwargs={},
+        model_outputs=outputs,
+        is_first_iteration=False,
+        n_last_matches=0,
+    )
+    drafted: list[int] = ids[0, len(prompt) + 1 :].tolist()
+    return drafted
+
+
+@torch.no_grad()
+def greedy(target: Any, prompt: list[int], tokens: int) -> list[int]:
+    """transformers' `generate` with its cache; nothing ends it early."""
+    settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    # An assigned config keeps `generate` from falling back to the model's own EOS.
+    target.generation_config = settings
+    out = target.generate(torch.tensor([prompt]), generation_config=settings)
+    text: list[int] = out[0, len(prompt) :].tolist()
+    return text
