@@ -19,9 +19,10 @@ stdin as UTF-8, and one newline at its end is dropped; --prompt-file is read to 
 checkpoint has a chat template, PROMPT is one user turn, thinking off, and control tokens written in
 it are plain text. With --raw they are control tokens, and an empty PROMPT is the BOS token alone.
 
-The text goes to stdout, everything else to stderr. Values not given come from the checkpoint's
-generation_config, then from the defaults below. Exit codes: 0, 2 usage, 3 loading or memory, 1
-anything else, 130 Ctrl-C, 143 SIGTERM."""
+The text goes to stdout, everything else to stderr. On a terminal, tokens that the drafter proposed
+and the model accepted are in colour (not with NO_COLOR or TERM=dumb). Values not given come from
+the checkpoint's generation_config, then from the defaults below. Exit codes: 0, 2 usage, 3 loading
+or memory, 1 anything else, 130 Ctrl-C, 143 SIGTERM."""
 
 
 def generate(

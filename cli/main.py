@@ -47,8 +47,10 @@ def run() -> NoReturn:
     """The entry point: runs a command and turns whatever ends it into a line and an exit code."""
     signals.install()
     if sys.stdout is not None:
-        # The text is UTF-8 to the byte, whatever the locale says.
-        sys.stdout.reconfigure(encoding="utf-8", newline="\n")  # type: ignore[union-attr]
+        # The text is UTF-8 to the byte, whatever the locale says; a folder's name may be no UTF-8.
+        sys.stdout.reconfigure(  # type: ignore[union-attr]
+            encoding="utf-8", errors="backslashreplace", newline="\n"
+        )
     try:
         code = app(prog_name="mlx-mtp", standalone_mode=False) or 0
     except MtpError as error:

@@ -122,6 +122,11 @@ def test_h24_an_empty_prompt_from_outside(generate):
     assert one_line(done.stderr, "empty")
 
 
+def test_json_is_json_whatever_bytes_an_argument_has(generate):
+    done = generate("hi", *SHORT, "--json", "--stop", b"\xe9")
+    assert json.loads(done.stdout)["settings"]["stop"] == ["\udce9"]
+
+
 def test_h24_raw_and_nothing_is_the_bos_alone(generate):
     done = generate("", "--raw", *SHORT, "--json")
     assert json.loads(done.stdout)["prompt_token_ids"] == [2]
