@@ -8,6 +8,7 @@ questions (which files, one file's JSON, one safetensors header, where the files
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ SMALL_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_ITEMSIZE = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "U8": 1}
 OTHER_FORMATS = (".gguf", ".litertlm", ".task", ".tflite", ".bin", ".pt", ".pth", ".onnx", ".npz")
 _LFS_POINTER = b"version https://git-lfs"
 _MAX_HEADER = 100 << 20  # the format's own limit
@@ -125,7 +127,10 @@ class Folder:
         return str(self.path / file)
 
     def files(self) -> dict[str, int]:
-        return {p.name: p.stat().st_size for p in sorted(self.path.iterdir()) if p.is_file()}
+        try:
+            return {p.name: p.stat().st_size for p in sorted(self.path.iterdir()) if p.is_file()}
+        except OSError as error:
+            raise LoadError(f"{self.path} cannot be read: {error.strerror}") from None
 
     def text(self, file: str) -> str:
         try:
@@ -198,6 +203,9 @@ def parse_header(
                 continue
             begin, end = entry["data_offsets"]
             shape = tuple(int(n) for n in entry["shape"])
+            # MLX goes by the shape alone, and a read past the end would end the process.
+            if end - begin != math.prod(shape) * _ITEMSIZE.get(entry["dtype"], end - begin):
+                raise ValueError
             tensors[name] = Tensor(
                 name, entry["dtype"], shape, file, data_start + begin, end - begin
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -134,7 +135,9 @@ def _candidates(
 
 def _neighbours(path: Path, by_name: tuple[str, ...]) -> Iterator[tuple[Source, str]]:
     names = [f"{path.name}-assistant", *(n.rpartition("/")[2] for n in by_name)]
-    there = {p.name.lower(): p for p in path.resolve().parent.iterdir() if p.is_dir()}
+    there: dict[str, Path] = {}
+    with suppress(OSError):  # a parent folder that may not be listed has nothing for us
+        there = {p.name.lower(): p for p in path.resolve().parent.iterdir() if p.is_dir()}
     for name in dict.fromkeys(n.lower() for n in names):
         if name in there:
             yield Folder(there[name]), "beside the model"

@@ -90,17 +90,23 @@ def check(
     raise FitError(
         f"this needs {gb(needed)} (weights {gb(sum(weights))}, KV for {POSITIONS} positions "
         f"{gb(kv)}), but the device has {gb(available)}; "
-        f"{_what_fits(weights, kv, available, quantized)}; --force-fit loads it anyway"
+        f"{_what_fits(weights, kv, text, available, quantized)}; --force-fit loads it anyway"
     )
 
 
-def _what_fits(weights: Sequence[int], kv: int, available: int, quantized: bool) -> str:
+def _what_fits(
+    weights: Sequence[int], kv: int, text: TextConfig, available: int, quantized: bool
+) -> str:
     smaller = min(available, sum(weights) + kv)
     fitting = [name for name, size in SIZES.items() if size.bytes_q4 <= smaller]
-    told = [f"--model {fitting[-1]} would fit"] if fitting else []
-    if not quantized and weights[0] * _BITS_Q4 / 16 + sum(weights[1:]) + kv <= available:
-        told.append("so would this model after `mlx-mtp convert -q 4`")
-    return ", ".join(told) or "no published Gemma 4 would fit"
+    told = [f"`--model {fitting[-1]}`"] if fitting else []
+    # The table of per-layer embeddings stays at 8 bits; what is not packed is taken for bf16.
+    width = text.num_hidden_layers * text.hidden_size_per_layer_input
+    per_layer = text.vocab_size_per_layer_input * width
+    packed = ((weights[0] / 2 - per_layer) * _BITS_Q4 + per_layer * _BITS_Q8) / 8
+    if not quantized and packed + sum(weights[1:]) + kv <= available:
+        told.append("this model after `mlx-mtp convert -q 4`")
+    return f"{' or '.join(told) or 'no published Gemma 4'} would fit"
 
 
 def check_disk(download: int, folder: Path, *, free: int | None = None) -> None:
@@ -138,7 +144,11 @@ def set_memory_limits(weights: int, headroom: int) -> tuple[Callable[[], None], 
         weights + headroom, int(str(info["max_recommended_working_set_size"]))
     )
     before = mx.set_wired_limit(limit)
-    return (lambda: (mx.set_wired_limit(before), None)[1]), notice
+
+    def restore() -> None:
+        mx.set_wired_limit(before)
+
+    return restore, notice
 
 
 def gb(size: float) -> str:

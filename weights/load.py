@@ -51,8 +51,12 @@ def load_pair(
             float32,
             quantized=bool(target.quantized),
         )
-        for p in planned:
-            fit.check_disk(p.source.to_download(p.files), p.source.disk)
+        downloads: dict[Path, int] = {}
+        for p in planned:  # both may go to one disk
+            size = p.source.to_download(p.files)
+            downloads[p.source.disk] = downloads.get(p.source.disk, 0) + size
+        for disk, size in downloads.items():
+            fit.check_disk(size, disk)
     folder = target.source.fetch(target.files, progress)
 
     from mlx_mtp.text.chat import ChatTemplate

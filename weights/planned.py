@@ -99,6 +99,9 @@ class Planned(Generic[Model]):
             of_file = wanted.setdefault(part.tensor.file, {})
             of_file.setdefault(part.tensor.name, []).append((name, part))
         for file, tensors in wanted.items():
+            # Once more from disk: it may have come over the network, or changed since.
+            if not tensors.keys() <= Folder(folder).header(file).keys():
+                raise LoadError(f"{folder / file} changed while it was being loaded")
             lazy = mx.load(str(folder / file))
             assert isinstance(lazy, dict)
             piece: list[tuple[str, mx.array]] = []

@@ -58,6 +58,15 @@ def test_case_g17_a_header_is_cut_off(tmp_path: Path) -> None:
     assert "model.safetensors is not a safetensors file, or is cut off" in refused(folder)
 
 
+def test_case_g17_a_header_that_promises_more_than_there_is(tmp_path: Path) -> None:
+    folder = write_target(tmp_path)
+    weights = folder / "model.safetensors"
+    data = weights.read_bytes()
+    assert data.count(b'"shape":[128,64]') > 0
+    weights.write_bytes(data.replace(b'"shape":[128,64]', b'"shape":[999,64]'))
+    assert "model.safetensors is not a safetensors file" in refused(folder)
+
+
 def test_case_g18_several_shards_without_an_index(sharded: Path, tmp_path: Path) -> None:
     (sharded / INDEX).unlink()
     whole = write_target(tmp_path / "whole")

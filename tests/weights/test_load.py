@@ -244,3 +244,12 @@ def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
 def test_a_name_that_is_nothing() -> None:
     with pytest.raises(LoadError, match="no such folder, and neither a hub id"):
         load_pair("./nowhere")
+
+
+def test_the_embedded_pair_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("network was used"))
+    pair = load_pair()
+    assert pair.drafter is not None
+    assert pair.template is not None
+    assert pair.notices == []
+    assert pair.defaults.eos_token_ids
