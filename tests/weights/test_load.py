@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_mtp.config import DRAFTER_TYPES
 from mlx_mtp.errors import FitError, LoadError, PairError, UsageError
@@ -98,6 +100,21 @@ def test_weights_come_in_pieces(target: Path, monkeypatch: pytest.MonkeyPatch) -
     assert pieces == sorted(pieces)
     whole = load_target(target)
     assert mx.array_equal(pair.target.embed_tokens.weight, whole.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("float32", [False, True])
+def test_memory_peaks_at_the_weights_and_a_few_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, float32: bool
+) -> None:
+    folder = write_target(tmp_path, config=target_config("31b", intermediate_size=2048))
+    monkeypatch.setattr(planned, "PIECE", 1)  # one tensor at a time, the largest 0.5 MB
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    target = load_target(folder, float32=float32)
+    weights = sum(array.nbytes for _, array in tree_flatten(target.parameters()))
+    assert weights > 4_000_000
+    assert mx.get_peak_memory() - before < weights + 1_500_000
 
 
 def test_no_network_library_for_a_folder(target: Path, drafter: Path) -> None:
