@@ -1,10 +1,12 @@
-"""Our side of the comparison: one row of KV, and drafts after it."""
+"""Our side of the comparison: one row of KV, drafts after it, and the engine's rounds from it."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 
 from mlx_mtp.engine.kv import Buffers, KVLayout, capacity_for
+from mlx_mtp.engine.round import RoundShape, RoundState
+from mlx_mtp.engine.sampling import SamplerState, Sampling
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.layers import on_cpu
 from mlx_mtp.models.target import Target
@@ -48,6 +50,20 @@ class Row:
     def logits(self, hidden: mx.array) -> mx.array:
         """[T, H] -> [T, V]."""
         return self.target.logits(hidden[None])[0]
+
+    def round(self, hidden: mx.array, bonus: int, draft_len: int) -> tuple[RoundState, RoundShape]:
+        """A greedy round of the engine from here; `hidden` [H] is the one that chose `bonus`."""
+        state = RoundState(
+            kv=self.kv,
+            bonus=mx.array([bonus], dtype=mx.int32),
+            hidden=hidden[None],
+            length=mx.array([self.length], dtype=mx.int32),
+            budget=mx.array([draft_len], dtype=mx.int32),
+            active=mx.array([1], dtype=mx.int32),
+            sampler=SamplerState.of([Sampling()]),
+            bias=None,
+        )
+        return state, RoundShape(draft_len, self.length, "greedy")
 
 
 def draft(

@@ -179,7 +179,7 @@ def draft(
 @torch.no_grad()
 def candidates(drafter: Any, target: Any, prompt: list[int], bonus: int, steps: int) -> list[int]:
     """What transformers' own assisted generation drafts in its first round after `prompt`."""
-    settings = GenerationConfig(max_length=len(prompt) + steps + 2)
+    settings = _settings(max_length=len(prompt) + steps + 2)
     drafter.generation_config.num_assistant_tokens = steps
     generator = SinglePositionMultiTokenCandidateGenerator(
         assistant_model=drafter,
@@ -188,7 +188,7 @@ def candidates(drafter: Any, target: Any, prompt: list[int], bonus: int, steps: 
     )
     outputs = target(torch.tensor([prompt]), use_cache=True, **generator.model_kwargs_overrides)
     ids, _ = generator.get_candidates(
-        torch.tensor([[*prompt, bonus]]),
+        torch.LongTensor([[*prompt, bonus]]),
         model_kwargs={},
         model_outputs=outputs,
         is_first_iteration=False,
@@ -201,9 +201,14 @@ def candidates(drafter: Any, target: Any, prompt: list[int], bonus: int, steps: 
 @torch.no_grad()
 def greedy(target: Any, prompt: list[int], tokens: int) -> list[int]:
     """transformers' `generate` with its cache; nothing ends it early."""
-    settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    settings = _settings(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
     # An assigned config keeps `generate` from falling back to the model's own EOS.
     target.generation_config = settings
     out = target.generate(torch.tensor([prompt]), generation_config=settings)
     text: list[int] = out[0, len(prompt) :].tolist()
     return text
+
+
+def _settings(**values: Any) -> GenerationConfig:
+    made: GenerationConfig = GenerationConfig(**values)  # type: ignore[no-untyped-call]
+    return made

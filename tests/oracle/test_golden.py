@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp.config import SLIDING, DrafterConfig, TargetConfig, check_pair
+from mlx_mtp.engine import round
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.target import Target
 from mlx_mtp.weights.load import load_drafter, load_target
@@ -22,6 +23,11 @@ from tests.oracle.shapes import DRAFTERS, TARGETS, VOCAB, WINDOW, flat
 FOLDER = Path(__file__).parents[1] / "golden"
 SHAPES = list(TARGETS)
 LENGTH = 5 * WINDOW + 5
+
+
+def to_list(ids: mx.array) -> list[int]:
+    values: Any = ids.tolist()
+    return list(values)
 
 
 @dataclass
@@ -35,24 +41,22 @@ class Golden:
 
     @property
     def ids(self) -> list[int]:
-        ids: list[int] = self.tensors["ids"].tolist()
-        return ids
+        return to_list(self.tensors["ids"])
 
     def rounds(self) -> list[tuple[int, int, mx.array, list[int], mx.array, mx.array]]:
         """Each drafted round: committed slots, bonus token, the hidden state that it came from,
         and transformers' tokens, logits and states."""
         t = self.tensors
-        committed: list[int] = t["draft.committed"].tolist()
         return [
             (
                 n,
                 int(t["draft.bonus"][i]),
                 t["hidden"][n - 1],
-                t["draft.tokens"][i].tolist(),
+                to_list(t["draft.tokens"][i]),
                 t["draft.logits"][i],
                 t["draft.hidden"][i],
             )
-            for i, n in enumerate(committed)
+            for i, n in enumerate(to_list(t["draft.committed"]))
         ]
 
 
@@ -161,6 +165,8 @@ def test_drafts_after_our_own_prefill(name: str) -> None:
         hidden = row.feed_in_chunks(g.ids[:committed], WINDOW + 1)[-1]
         assert int(row.logits(hidden[None]).argmax()) == bonus
         check_drafts(g, draft(g.drafter, row, hidden, bonus, len(tokens)), tokens, logits, states)
+        state, shape = row.round(hidden, bonus, len(tokens))
+        assert round.draft(g.target, g.drafter, row.layout, state, shape).tolist() == [tokens]
 
 
 def check_drafts(

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_mtp.engine import round
 from mlx_mtp.engine.session import Engine, Request
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.target import Target
@@ -128,6 +129,43 @@ def test_drafts(pair: Any, name: str, seed: int) -> None:
         their_logits = to_mlx(theirs.logits)
         ours = mx.where(mx.isfinite(logits), logits, their_logits)
         assert difference(ours, their_logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_drafts_after_any_number_accepted(pair: Any, name: str) -> None:
+    """Rounds in which 0, 1, .. 4 of 4 drafts are right: each next round drafts what transformers'
+    drafter does after the text so far. A wrong hidden state or a rejected slot left visible would
+    never show in the text, only in how many drafts are accepted."""
+    both, k = pair(name, SEEDS[0]), 4
+    prompt = reference.random_ids(5, VOCAB, seed=66)
+    text = prompt + reference.greedy(both.theirs, prompt, tokens=6 * WINDOW)
+    run = reference.run(both.theirs, text)
+    row = Row(both.ours)
+    state, shape = row.round(row.feed(prompt)[-1], bonus=text[len(prompt)], draft_len=k)
+    committed, accepted = len(prompt), 0
+    while committed + k + 1 < len(text):
+        shape = shape._replace(bound=committed)
+        theirs = reference.draft(
+            both.their_drafter,
+            both.theirs,
+            run.kv,
+            run.hidden[committed - 1],
+            text[committed],
+            committed,
+            steps=k,
+        )
+        ours = round.draft(both.ours, both.our_drafter, row.layout, state, shape)
+        assert ours.tolist() == [theirs.tokens], (committed, accepted)
+        proposed = text[committed + 1 : committed + 1 + k]
+        proposed[accepted:] = [(token + 1) % VOCAB for token in proposed[accepted:]]
+        drafts = mx.array([proposed], dtype=mx.int32)
+        hidden, kv = round.verify(both.ours, row.layout, state, drafts, shape)
+        logits = both.ours.logits(hidden)
+        state, _ = round.accept(state._replace(kv=kv), drafts, hidden, logits, shape)
+        committed += accepted + 1
+        assert int(state.length) == committed
+        assert int(state.bonus) == text[committed]
+        accepted = (accepted + 1) % (k + 1)
 
 
 @pytest.mark.parametrize("name", SHAPES)
