@@ -1,0 +1,161 @@
+"""The layout of KV: rings, growth, bounds, and that nothing uncommitted is ever seen."""
+
+from __future__ import annotations
+
+import random
+
+import mlx.core as mx
+import pytest
+
+from mlx_mtp.config import FULL, SLIDING
+from mlx_mtp.engine.draft_length import MAX_DRAFT
+from mlx_mtp.engine.kv import BLOCK, MIN_CAPACITY, KVLayout, attended, capacity_for
+from mlx_mtp.engine.requests import Request
+from mlx_mtp.engine.session import Engine
+
+from .pairs import PROMPT, WINDOW, Schedule, ScriptedDrafter, make_drafter, make_target, plain, run
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target()
+
+
+@pytest.fixture
+def layout(target):
+    return KVLayout(target.config.text, mx.float32)
+
+
+def test_only_layers_that_own_kv_have_buffers(layout):
+    """Case C05: one buffer per owner, not per layer."""
+    buffers = layout.allocate(2, 512)
+    assert [k.shape for k, _ in buffers] == [(2, 2, layout.ring, 8), (2, 2, 512, 16)]
+
+
+def test_a_ring_keeps_a_window_behind_a_stop_seen_late():
+    """W + 2 blocks: the stop's round and the one run ahead have both written past it."""
+    for window in (8, 128, 512, 1024):
+        layout = KVLayout(make_target(sliding_window=window).config.text, mx.float32)
+        ring = layout.ring
+        assert ring % 16 == 0
+        written = 1000  # the newest position after both rounds
+        kept = written - 2 * BLOCK  # where the stop cut
+        needed = range(kept - window + 1, kept + 1)
+        alive = range(written - ring + 1, written + 1)
+        assert needed.start >= alive.start
+
+
+@pytest.mark.parametrize(
+    ("bound", "capacity", "slots"),
+    [
+        (1, 256, 256),
+        (256, 512, 256),
+        (257, 512, 320),
+        (320, 512, 320),
+        (321, 512, 384),
+        (513, 1024, 640),
+        (1025, 2048, 1280),
+        (9000, 16384, 10240),
+        (500, 500, 500),
+    ],
+)
+def test_attention_covers_an_eighth_of_an_octave_more(bound, capacity, slots):
+    assert attended(bound, capacity) == slots
+
+
+def test_capacity_grows_by_powers_of_two():
+    assert [capacity_for(n) for n in (1, 256, 257, 1000)] == [256, 256, 512, 1024]
+
+
+def test_growth_keeps_what_was_written(layout):
+    buffers = [(k + 1, v + 2) for k, v in layout.allocate(1, MIN_CAPACITY)]
+    grown = layout.grow(buffers, 2 * MIN_CAPACITY)
+    assert layout.capacity(grown) == 2 * MIN_CAPACITY
+    for (k, v), (more_k, more_v) in zip(buffers, grown, strict=True):
+        assert mx.array_equal(more_k[:, :, : k.shape[2]], k)
+        assert mx.array_equal(more_v[:, :, : v.shape[2]], v)
+        assert not more_k[:, :, k.shape[2] :].any()
+
+
+def test_a_pass_that_could_write_past_the_end_is_refused(layout):
+    """MLX would corrupt memory without a word."""
+    buffers = layout.allocate(1, MIN_CAPACITY)
+    layout.view(buffers, mx.array([247]), 9, bound=247)
+    with pytest.raises(AssertionError, match="KV overflow: 248 \\+ 9 > 256"):
+        layout.view(buffers, mx.array([240]), 9, bound=248)
+
+
+@pytest.mark.parametrize("start", range(MIN_CAPACITY - 12, MIN_CAPACITY + 2))
+def test_every_border_of_capacity_with_a_round_in_flight(target, start):
+    """Prompts that end at each place before the buffer is full: it grows in time, and the text
+    goes on."""
+    prompt = [(13 * i + 5) % 96 for i in range(start)]
+    wanted = plain(target, prompt, 24)
+    for draft_len in (1, 8):
+        drafter = ScriptedDrafter([prompt + wanted], lambda _, p: p % 6 == 0)
+        assert run(Engine(target, drafter), Request(prompt, 24, draft_len=draft_len)) == [wanted]
+
+
+def _poison(engine: Engine, rng: random.Random) -> None:
+    """Write garbage into every slot that no row has committed."""
+    layout, state = engine.layout, engine._state
+    poisoned = []
+    for kind, (k, v) in zip(layout.text.layer_types, state.kv, strict=False):
+        slots = mx.arange(k.shape[2])
+        length = state.length[:, None, None, None]
+        if kind == SLIDING:
+            last = length - 1
+            held = last - (last + (layout.ring - slots[None, None, :, None])) % layout.ring
+            live = (held >= 0) & (held > last - WINDOW - 2 * BLOCK + 2)
+        else:
+            live = slots[None, None, :, None] < length
+        junk = 1e3 * rng.choice([-1, 1]) * (1 + mx.random.uniform(shape=k.shape))
+        poisoned.append((mx.where(live, k, junk), mx.where(live, v, junk)))
+    engine._state = state._replace(kv=poisoned)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_poison_in_every_uncommitted_slot_changes_nothing(target, seed):
+    """Under random draft lengths and acceptances, a batch of two, between all steps: rejected
+    drafts and slots never written are as good as absent."""
+    rng = random.Random(seed)
+    prompts = [PROMPT, [(7 * i) % 96 for i in range(2 * WINDOW)]]
+    wanted = [plain(target, prompt, 60) for prompt in prompts]
+    script = [p + w for p, w in zip(prompts, wanted, strict=True)]
+    right = {p for p in range(200) if rng.random() < 0.6}
+    schedule = Schedule([rng.randint(0, MAX_DRAFT) for _ in range(29)])
+    drafter = ScriptedDrafter(script, lambda _, p: p not in right)
+    engine = Engine(target, drafter, rows=2, draft_length=schedule)
+    requests = [Request(prompt, 60, draft_len=8) for prompt in prompts]
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+        _poison(engine, rng)
+    assert [request.tokens for request in requests] == wanted
+
+
+def test_the_drafter_sees_no_uncommitted_slot(target):
+    """Poisoned KV changes not one draft: acceptance by position stays what it was."""
+    counts = []
+    for poison in (False, True):
+        engine = Engine(target, make_drafter())
+        request = Request(PROMPT, 60, draft_len=4)
+        engine.add(request)
+        drafts = []
+        while engine.busy:
+            engine.step()
+            if poison:
+                _poison(engine, random.Random(1))
+            drafts.append(request.stats.accepted_by_position[:])
+        counts.append(drafts)
+    assert counts[0] == counts[1]
+
+
+def test_full_layers_only_and_sliding_layers_only():
+    """Capacity is a matter of full layers; a target without them never grows."""
+    for kinds in ([FULL, FULL], [SLIDING, SLIDING]):
+        only = make_target(layer_types=kinds, num_hidden_layers=2, num_kv_shared_layers=0)
+        wanted = plain(only, PROMPT, 280)
+        drafter = ScriptedDrafter([PROMPT + wanted], lambda _, p: p % 3 == 0)
+        assert run(Engine(only, drafter), Request(PROMPT, 280)) == [wanted]
