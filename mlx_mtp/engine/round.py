@@ -60,9 +60,10 @@ def draft(
     if shape.draft_len == 0 or drafter is None:
         return mx.zeros((state.bonus.shape[0], 0), dtype=mx.int32)
     view = layout.donor_view(state.kv, state.length, shape.bound)
+    rotate = drafter.rotations(view)
     token, hidden, drafts = state.bonus[:, None], state.hidden[:, None], []
     for i in range(1, shape.draft_len + 1):
-        out = drafter(target.embed(token), hidden, view)
+        out = drafter(target.embed(token), hidden, view, rotate)
         logits, ids = drafter.scores(out)
         places = (state.length + i)[:, None]
         token = choose(

@@ -13,6 +13,7 @@ from mlx_mtp.models.layers import (
     ExpertLinear,
     KVView,
     QuantizedExpertLinear,
+    Rotate,
     head,
     rotation,
 )
@@ -63,17 +64,19 @@ class Drafter(nn.Module):
             self._arrange_clusters()
         return self
 
-    def __call__(self, embedding: mx.array, hidden: mx.array, kv: KVView) -> mx.array:
-        """One draft step: the token's embedding from the target [B, 1, H] and the hidden state
-        of the token before it [B, 1, H] give the normed output [B, h].
-
-        `kv.offset` is the constant position at which queries rotate.
-        """
+    def rotations(self, kv: KVView) -> dict[str, Rotate]:
+        """RoPE at `kv.offset`, where all queries of a round stand; made once a round."""
         text = self.config.text
-        rotate = {
+        return {
             kind: rotation(text.rope[kind], text.head_dim_of(kind), kv.offset, 1)
             for kind in set(text.layer_types)
         }
+
+    def __call__(
+        self, embedding: mx.array, hidden: mx.array, kv: KVView, rotate: dict[str, Rotate]
+    ) -> mx.array:
+        """One draft step: the token's embedding from the target [B, 1, H] and the hidden state
+        of the token before it [B, 1, H] give the normed output [B, h]."""
         x = self.pre_projection(mx.concatenate([embedding, hidden], -1))
         for layer in self.layers:
             x = layer(x, kv, rotate[layer.kind])

@@ -78,8 +78,9 @@ def draft(
     vocab = row.target.config.text.vocab_size
     token, state = bonus, hidden[None, None]
     tokens, logits, states = [], [], []
+    rotate = drafter.rotations(view)
     for _ in range(steps):
-        out = drafter(row.target.embed(mx.array([[token]])), state, view)
+        out = drafter(row.target.embed(mx.array([[token]])), state, view, rotate)
         scores, ids = drafter.scores(out)
         if ids is not None:
             scores = mx.put_along_axis(mx.full((1, vocab), -mx.inf), ids, scores, axis=-1)
