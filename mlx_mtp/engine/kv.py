@@ -46,6 +46,14 @@ class KVLayout:
             buffers.append((mx.zeros(shape, self.dtype), mx.zeros(shape, self.dtype)))
         return buffers
 
+    def nbytes(self, rows: int, capacity: int) -> int:
+        """Bytes that `allocate` takes."""
+        total = 0
+        for kind in self.text.layer_types[: self.text.num_owners]:
+            slots = capacity if kind == FULL else self.ring
+            total += slots * self.text.kv_bytes_per_token(kind, self.dtype.size)
+        return rows * total
+
     def grow(self, buffers: Buffers, capacity: int) -> Buffers:
         """The same KV in full buffers of `capacity` slots; rings stay as they are."""
         grown: Buffers = []

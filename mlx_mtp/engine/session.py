@@ -21,7 +21,7 @@ from mlx_mtp.engine.kv import BLOCK, MIN_CAPACITY, Buffers, KVLayout, capacity_f
 from mlx_mtp.engine.requests import Event, Request
 from mlx_mtp.engine.round import RoundShape, RoundState, run_round
 from mlx_mtp.engine.sampling import SamplerState, Sampling, choose, kind_of
-from mlx_mtp.errors import MtpError, UsageError
+from mlx_mtp.errors import FitError, MtpError, UsageError
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.target import Target
 
@@ -71,6 +71,7 @@ class Engine:
     """Decodes up to `rows` requests at a time with one target and, where given, its drafter.
 
     draft_length chooses each round's draft length; a request's own `draft_len` caps it.
+    memory_limit: bytes that weights and KV may take; a prompt whose KV would pass it is refused.
     """
 
     def __init__(
@@ -81,12 +82,14 @@ class Engine:
         rows: int = 1,
         prefill_chunk: int = 512,
         draft_length: DraftLength | None = None,
+        memory_limit: int | None = None,
     ):
         if rows < 1 or not 1 <= prefill_chunk <= 4096:
             raise UsageError(f"rows {rows} and prefill chunk {prefill_chunk} must be 1 or more")
         self.target, self.drafter = target, drafter
         self.draft_length = draft_length or FixedLength(MAX_DRAFT)
         self.prefill_chunk = prefill_chunk
+        self.memory_limit = memory_limit
         self.layout = KVLayout(target.config.text, target.dtype)
         self.rows = [Row() for _ in range(rows)]
         self.waits = 0  # how often the host waited for the device
@@ -111,7 +114,8 @@ class Engine:
         return sum(k.nbytes + v.nbytes for k, v in kv)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises UsageError if the model has no room for its prompt."""
+        """Queue a request. Raises UsageError if the model's context has no room for its prompt,
+        FitError if the memory has none for its KV: before anything runs."""
         limit = self.target.config.text.max_position_embeddings
         if len(request.prompt) >= limit:
             raise UsageError(
@@ -121,6 +125,7 @@ class Engine:
         vocabulary = self.target.config.text.vocab_size
         if not all(0 <= token < vocabulary for token in request.prompt):
             raise UsageError(f"the prompt has token ids outside the vocabulary of {vocabulary}")
+        self._check_memory(len(request.prompt))
         request.max_tokens = min(request.max_tokens, limit - len(request.prompt))
         request.stats.prompt_tokens = len(request.prompt)
         self._waiting.append(request)
@@ -170,6 +175,23 @@ class Engine:
         self._flights.clear()
         self.waits += 1
         mx.eval(self._state)
+
+    def _check_memory(self, prompt: int) -> None:
+        """The KV of a prompt is new memory unless the buffers are long enough already: while they
+        grow, the old ones stand beside the new."""
+        if self.memory_limit is None:
+            return
+        capacity = capacity_for(prompt + BLOCK)
+        if self._state.kv and capacity <= self.layout.capacity(self._state.kv):
+            return
+        needed = self.layout.nbytes(len(self.rows), capacity)
+        free = max(self.memory_limit - mx.get_active_memory(), 0)
+        if needed > free:
+            raise FitError(
+                f"a prompt of {prompt} tokens needs {needed / 1e9:.2f} GB of KV, but only "
+                f"{free / 1e9:.2f} of {self.memory_limit / 1e9:.2f} GB are free; shorten it or "
+                "use a smaller model or quantisation"
+            )
 
     # -- rounds ---------------------------------------------------------------------------------
 

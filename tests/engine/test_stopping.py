@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
 
 from mlx_mtp.engine.requests import Request
 from mlx_mtp.engine.session import Engine
-from mlx_mtp.errors import MtpError, UsageError
+from mlx_mtp.errors import FitError, MtpError, UsageError
 
 from .pairs import PROMPT, VOCAB, WINDOW, ScriptedDrafter, make_target, plain, run
 
@@ -202,6 +203,15 @@ def test_what_cannot_be_done_is_said(target):
         Engine(target).add(Request([VOCAB], 5))
     with pytest.raises(UsageError, match="33000 tokens, the model's context 32768"):
         Engine(target).add(Request([1] * 33000, 5))
+
+
+def test_a_prompt_that_memory_has_no_room_for(target):
+    """Case J01: refused with numbers before prefill; the engine goes on answering."""
+    used = mx.get_active_memory()
+    engine = Engine(target, memory_limit=used + 1_000_000)
+    with pytest.raises(FitError, match="20000 tokens needs 0.01 GB of KV, but only 0.00"):
+        engine.add(Request([1] * 20_000, 5))
+    assert run(engine, Request(PROMPT, 5)) == [plain(target, PROMPT, 5)]
 
 
 def test_nan_weights_are_an_error_not_text(target):
