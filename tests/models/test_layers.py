@@ -1,0 +1,146 @@
+"""The building blocks against plain statements of what they compute."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_mtp.config import Rope
+from mlx_mtp.models import layers
+from mlx_mtp.models.layers import ColumnLinear, ExpertLinear, Experts, Router, lay_out_for_cpu
+
+from ..engine.pairs import make_target, randomise, target_config
+
+
+def close(a: mx.array, b: mx.array, tolerance: float = 1e-5) -> bool:
+    return bool(mx.allclose(a, b, rtol=tolerance, atol=tolerance))
+
+
+def test_gelu_is_gelu_pytorch_tanh():
+    x = mx.linspace(-6, 6, 1001)
+    wanted = 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    assert close(layers.gelu(x), wanted, 2e-6)
+
+
+def test_softcap_bounds_and_absence():
+    x = mx.array([-1e4, -1.0, 0.0, 1e4])
+    assert close(layers.softcap(x, 30.0), 30 * mx.tanh(x / 30))
+    assert layers.softcap(x, None) is x
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.25])
+def test_rope_turns_the_pairs_it_should(fraction):
+    """GEMMA: pairs (i, i + D/2); frequencies theta^(-2i/D) with the head dim as denominator, the
+    rest of a proportional rope standing still."""
+    head_dim, theta = 16, 1e4
+    x = mx.random.normal((2, 3, 1, head_dim), key=mx.random.key(1))
+    rotate = layers.rotation(Rope(theta, fraction), head_dim, mx.array([5, 900]), 3)
+    got, given = np.array(rotate(x)), np.array(x, dtype=np.float64)
+    wanted = given.copy()
+    for row, start in enumerate((5, 900)):
+        for t in range(3):
+            for i in range(int(head_dim // 2 * fraction)):
+                angle = (start + t) * theta ** (-2 * i / head_dim)
+                a, b = given[row, t, 0, i], given[row, t, 0, i + head_dim // 2]
+                wanted[row, t, 0, i] = a * math.cos(angle) - b * math.sin(angle)
+                wanted[row, t, 0, i + head_dim // 2] = b * math.cos(angle) + a * math.sin(angle)
+    assert np.abs(got - wanted).max() < 1e-4
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.25])
+def test_the_gpus_fused_rope_is_the_same(fraction, monkeypatch):
+    """MLX runs the fused operation on the CPU too, by its fallback."""
+    x = mx.random.normal((2, 4, 3, 32), key=mx.random.key(2))
+    ways = []
+    for cpu in (True, False):
+        monkeypatch.setattr(layers, "on_cpu", lambda cpu=cpu: cpu)
+        ways.append(layers.rotation(Rope(1e6, fraction), 32, mx.array([0, 4000]), 4)(x))
+    assert close(*ways, 1e-3)
+
+
+@pytest.fixture(scope="module")
+def moe():
+    config = target_config(
+        enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=24
+    ).text
+    return randomise(Experts(config), 3), randomise(Router(config), 4)
+
+
+def test_experts_add_up_by_weight(moe):
+    experts, router = moe
+    x = mx.random.normal((1, 3, 32), key=mx.random.key(5))
+    chosen, weights = router(x)
+    got = experts(x, chosen, weights)
+    for t in range(3):
+        wanted = mx.zeros((32,))
+        for expert, weight in zip(chosen[0, t].tolist(), weights[0, t], strict=True):
+            inner = layers.gelu(x[0, t] @ experts.gate_proj.weight[expert].T)
+            inner = inner * (x[0, t] @ experts.up_proj.weight[expert].T)
+            wanted = wanted + weight * (inner @ experts.down_proj.weight[expert].T)
+        assert close(got[0, t], wanted, 1e-4)
+
+
+def test_many_rows_go_by_expert_and_come_back_in_order(moe, monkeypatch):
+    experts, router = moe
+    x = mx.random.normal((2, 20, 32), key=mx.random.key(6))
+    chosen, weights = router(x)
+    assert chosen.size >= Experts.SORT_FROM
+    by_expert = experts(x, chosen, weights)
+    monkeypatch.setattr(Experts, "SORT_FROM", 1 << 30)
+    assert close(by_expert, experts(x, chosen, weights), 1e-4)
+
+
+def test_the_router_renormalises_the_best(moe):
+    """Softmax over all experts in float32, the best two, renormalised, times each one's scale."""
+    _, router = moe
+    x = mx.random.normal((1, 5, 32), key=mx.random.key(7))
+    normed = x * mx.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * router.scale * 32**-0.5
+    probs = np.array(mx.softmax(router.proj(normed), -1))
+    chosen, weights = router(x)
+    for t in range(5):
+        best = np.argsort(-probs[0, t])[:2]
+        assert set(chosen[0, t].tolist()) == set(best.tolist())
+        for expert, weight in zip(chosen[0, t].tolist(), weights[0, t].tolist(), strict=True):
+            share = probs[0, t, expert] / probs[0, t, best].sum()
+            assert weight == pytest.approx(share * router.per_expert_scale[expert].item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
+def test_packed_experts_are_their_dequantised_selves(mode):
+    """Case G11: only the chosen experts' packed rows are read, and they mean the same."""
+    dense = ExpertLinear(6, 64, 32)
+    dense.weight = mx.random.normal((6, 32, 64), key=mx.random.key(8))
+    packed = dense.to_quantized(mode=mode)
+    unpacked = ExpertLinear(6, 64, 32)
+    unpacked.weight = mx.dequantize(
+        packed.weight, packed.scales, packed.get("biases"), mode=mode, dtype=mx.float32
+    )
+    x = mx.random.normal((1, 2, 1, 1, 64), key=mx.random.key(9))
+    chosen = mx.array([[[0, 5, 2], [3, 3, 1]]])
+    assert close(packed(x, chosen), unpacked(x, chosen), 1e-3)
+
+
+def test_the_cpus_layout_changes_no_result():
+    ids = mx.array([[1, 2, 3]])
+    stored, laid_out = make_target(), make_target()
+    lay_out_for_cpu(laid_out)
+    assert type(laid_out.layers[0].mlp.up_proj) is ColumnLinear
+    assert type(laid_out.lm_head) is ColumnLinear
+    x = stored.embed(ids)
+    assert close(stored.logits(x), laid_out.logits(x), 1e-4)
+    for name in ("gate_proj", "down_proj"):
+        a, b = getattr(stored.layers[1].mlp, name), getattr(laid_out.layers[1].mlp, name)
+        y = mx.random.normal((2, a.weight.shape[1]), key=mx.random.key(10))
+        assert close(a(y), b(y), 1e-4)
+
+
+def test_the_cpus_layout_leaves_packed_and_half_weights_alone():
+    half = make_target()
+    half.set_dtype(mx.bfloat16)
+    lay_out_for_cpu(half)
+    assert type(half.layers[0].mlp.up_proj) is nn.Linear
+    assert "lm_head" not in half
