@@ -75,6 +75,7 @@ def test_what_was_fetched_is_not_fetched_again(pair: FakeHub) -> None:
     pair.asked.clear()
     load_pair(TARGET)
     assert pair.fetched() == set()
+    assert not any(ranged for *_, ranged in pair.asked)  # headers come from the cache too
 
 
 def test_only_needed_files_are_fetched(fake: FakeHub, tmp_path: Path) -> None:
@@ -106,6 +107,21 @@ def test_only_needed_files_are_fetched(fake: FakeHub, tmp_path: Path) -> None:
         "tokenizer.json",
     }
     assert "vision_tower" in loaded.notices[0]
+
+
+def test_a_drafter_needs_no_tokenizer(pair: FakeHub) -> None:
+    add_tokenizer(pair.repos[DRAFTER]["main"])
+    load_pair(TARGET)
+    asked = [path for _, path, _ in pair.asked if path.startswith(f"/{DRAFTER}/")]
+    assert {path.rpartition("/")[2] for path in asked} == {"config.json", "model.safetensors"}
+
+
+def test_folders_of_a_repository_are_left_alone(fake: FakeHub, tmp_path: Path) -> None:
+    folder = add_tokenizer(write_target(tmp_path / "t"))
+    write_target(folder / "model-original")
+    fake.add(TARGET, folder)
+    load_pair(TARGET, drafter=None)
+    assert not any("model-original" in path for _, path, _ in fake.asked)
 
 
 def test_inspecting_fetches_no_weights(pair: FakeHub) -> None:
