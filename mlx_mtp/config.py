@@ -344,8 +344,8 @@ def _rope(raw: Mapping[str, Any], where: str) -> dict[str, Rope]:
     }
     rope = {}
     for kind in (SLIDING, FULL):
-        values = given.get(kind)
-        name = values.get("rope_type") if isinstance(values, Mapping) else None
+        values = given.get(kind) or {}
+        name = values.get("rope_type")
         if name not in ("default", "proportional") or "rope_theta" not in values:
             raise LoadError(f"{where}: rope_parameters for {kind} are {values!r}")
         fraction = 1.0 if name == "default" else float(values.get("partial_rotary_factor", 1.0))

@@ -151,7 +151,7 @@ class Generation:
             stop=self._text.add,
         )
         self._owned = engine is None
-        self._engine = Engine(pair.target, pair.drafter) if engine is None else engine
+        self._engine = engine or Engine(pair.target, pair.drafter, memory_limit=pair.memory_limit)
         self._engine.add(self._request)
         self._pieces = self._run()
         self._result: Result | None = None

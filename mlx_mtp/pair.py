@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,8 @@ class Pair:
 
     notices: lines for the user, one each. weights_bytes: both models as they lie in memory.
     load_s: seconds that loading took. A revision is a commit of the hub, None for a plain folder.
+    memory_limit: bytes that weights and KV may take, None for no limit. restore_limits: puts MLX's
+    wired limit, which loading raised on Metal, back to what it was.
     """
 
     target: Target
@@ -75,6 +77,8 @@ class Pair:
     notices: list[str] = field(default_factory=list)
     weights_bytes: int = 0
     load_s: float = 0.0
+    memory_limit: int | None = None
+    restore_limits: Callable[[], None] = lambda: None
 
 
 def _number(

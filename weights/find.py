@@ -69,7 +69,7 @@ def _source(model: str | None, revision: str | None, embedded: str) -> Source:
     if model is None:
         if not (TINY / embedded).is_dir():
             raise LoadError(f"{TINY / embedded} is missing: the embedded pair was not installed")
-        return Folder(TINY / embedded, f"tiny {embedded}")
+        return Folder(TINY / embedded, f"embedded {embedded}")
     if Path(model).expanduser().exists():
         return Folder.at(model, revision)
     if not _HUB_ID.fullmatch(model):

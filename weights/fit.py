@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +10,13 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_mtp.config import FULL, TextConfig
+from mlx_mtp.config import TextConfig
+from mlx_mtp.engine.kv import KVLayout
 from mlx_mtp.errors import FitError
 
 FLOAT32_LIMIT = 2 << 30  # a float32 copy up to this size is worth it on the CPU
 POSITIONS = 8192  # of KV that a loaded pair should have room for
 DISK_RESERVE = 2 << 30
-# A ring keeps the window, and two rounds of at most 8 drafts each that may be rolled back.
-_RING_SPARE, _RING_STEP = 2 * (8 + 1), 16
 # Bits a weight takes at 4 and 8 bits in groups of 64, with each group's scale and bias.
 _BITS_Q4, _BITS_Q8 = 4 + 32 / 64, 8 + 32 / 64
 
@@ -49,16 +47,9 @@ SIZES = {
 }
 
 
-def kv_bytes(text: TextConfig, positions: int = POSITIONS, itemsize: int = 2) -> int:
-    """Bytes of KV for one row: full layers keep every position, sliding ones a ring."""
-    ring = text.sliding_window + _RING_SPARE
-    ring = min(positions, math.ceil(ring / _RING_STEP) * _RING_STEP)
-    total = 0
-    for layer in range(text.num_owners):
-        kind = text.layer_types[layer]
-        slots = positions if kind == FULL else ring
-        total += slots * text.kv_bytes_per_token(kind, itemsize)
-    return total
+def kv_bytes(text: TextConfig, dtype: mx.Dtype = mx.bfloat16) -> int:
+    """Bytes of KV for one row of POSITIONS."""
+    return KVLayout(text, dtype).nbytes(1, POSITIONS)
 
 
 def device_bytes() -> int:
@@ -83,7 +74,7 @@ def check(
     """Raises FitError, one line, when weights (target, drafter) and 8k positions of KV exceed
     the device. `quantized`: whether the target is already packed."""
     available = device_bytes() if available is None else available
-    kv = kv_bytes(text, itemsize=4 if float32 else 2)
+    kv = kv_bytes(text, mx.float32 if float32 else mx.bfloat16)
     needed = sum(weights) + kv
     if needed <= available:
         return

@@ -71,6 +71,10 @@ def load_pair(
     template = ChatTemplate.from_folder(folder)
     for p in planned:
         p.read(float32=float32, progress=progress)
+    weights_bytes = sum(p.loaded_bytes() for p in planned)
+    # A tenth of the weights is what activations and allocation take beside them, at the most.
+    headroom = fit.kv_bytes(target.text, target.module.dtype) + weights_bytes // 10
+    restore_limits, limited = fit.set_memory_limits(weights_bytes, headroom)
     return Pair(
         target=target.module,
         drafter=None if assistant is None else assistant.module,
@@ -85,8 +89,14 @@ def load_pair(
         revision=target.source.revision,
         drafter_name=None if assistant is None else assistant.source.name,
         drafter_revision=None if assistant is None else assistant.source.revision,
-        notices=found.notices + [notice for p in planned for notice in p.notices],
-        weights_bytes=sum(p.loaded_bytes() for p in planned),
+        notices=[
+            *found.notices,
+            *(notice for p in planned for notice in p.notices),
+            *([limited] if limited else []),
+        ],
+        weights_bytes=weights_bytes,
+        memory_limit=None if force_fit else fit.device_bytes(),
+        restore_limits=restore_limits,
         load_s=time.perf_counter() - started,
     )
 

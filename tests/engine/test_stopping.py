@@ -209,7 +209,7 @@ def test_a_prompt_that_memory_has_no_room_for(target):
     """Case J01: refused with numbers before prefill; the engine goes on answering."""
     used = mx.get_active_memory()
     engine = Engine(target, memory_limit=used + 1_000_000)
-    with pytest.raises(FitError, match="20000 tokens needs 0.01 GB of KV, but only 0.00"):
+    with pytest.raises(FitError, match=r"20000 tokens needs 0\.01 GB of KV, but only 0\.00"):
         engine.add(Request([1] * 20_000, 5))
     assert run(engine, Request(PROMPT, 5)) == [plain(target, PROMPT, 5)]
 

@@ -1,0 +1,112 @@
+"""Peak memory of loading and generating with a random bf16 checkpoint of a model's real shape.
+
+    python -m benchmarks.memory CONFIG DRAFTER_CONFIG [--folder DIR] [--max-tokens 4]
+
+CONFIG and DRAFTER_CONFIG are config.json files, say those of google/gemma-4-E2B-it and its
+assistant. The checkpoint (9.3 GB for E2B) is written shard by shard into DIR, a temporary folder by
+default, with the embedded pair's tokenizer. Fails where the process's peak is above weights + KV +
+10 %. Some minutes on 2 CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_mtp.config import DrafterConfig, TargetConfig
+from mlx_mtp.models.drafter import Drafter
+from mlx_mtp.models.target import Target
+from mlx_mtp.weights.find import TINY
+
+SHARD = 2 << 30
+
+
+def write(folder: Path, config: dict[str, Any], module: nn.Module, prefix: str) -> int:
+    """Random bf16 weights for all of `module`'s parameters; returns their bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    shards: list[dict[str, mx.array]] = [{}]
+    size, total, names = 0, 0, {}
+    mx.random.seed(0)
+
+    def flush() -> None:
+        nonlocal size
+        file = f"model-{len(shards):05}.safetensors"
+        mx.save_safetensors(str(folder / file), shards[-1], metadata={"format": "pt"})
+        names.update(dict.fromkeys(shards[-1], file))
+        shards[-1] = {}
+        shards.append({})
+        size = 0
+
+    for name, shape in [(n, p.shape) for n, p in tree_flatten(module.parameters())]:
+        if name.endswith("token_ordering"):
+            array = mx.random.permutation(shape[0]).astype(mx.int64)
+        elif len(shape) == 1:
+            array = mx.random.uniform(0.5, 1.0, shape).astype(mx.bfloat16)
+        else:
+            array = mx.random.normal(shape, dtype=mx.bfloat16) * shape[-1] ** -0.5
+        inner = name.split(".")[0] in ("embed_tokens", "layers", "norm") or prefix.count(".") > 1
+        key = (prefix if inner else "") + name
+        shards[-1][key] = array
+        size, total = size + array.nbytes, total + array.nbytes
+        if size >= SHARD:
+            flush()
+    flush()
+    index = {"metadata": {"total_size": total}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", type=Path)
+    parser.add_argument("drafter_config", type=Path)
+    parser.add_argument("--folder", type=Path, help="kept afterwards (default: a temporary one)")
+    parser.add_argument("--max-tokens", type=int, default=4, help="to generate (default: 4)")
+    given = parser.parse_args()
+    folder = given.folder or Path(tempfile.mkdtemp())
+    try:
+        config = json.loads(given.config.read_text())
+        if not (folder / "target" / "model.safetensors.index.json").exists():
+            target = Target(TargetConfig.from_dict(config))
+            write(folder / "target", config, target, "model.language_model.")
+            drafter_config = json.loads(given.drafter_config.read_text())
+            drafter = Drafter(DrafterConfig.from_dict(drafter_config))
+            write(folder / "drafter", drafter_config, drafter, "model.")
+            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+                shutil.copy(TINY / "target" / name, folder / "target" / name)
+        command = [sys.executable, "-m", "mlx_mtp.cli.main", "generate", "def gcd(a, b):"]
+        command += ["--model", str(folder / "target"), "--drafter", str(folder / "drafter")]
+        command += ["--json", "--temp", "0", "--max-tokens", str(given.max_tokens)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        peak *= 1 if sys.platform == "darwin" else 1024
+    finally:
+        if given.folder is None:
+            shutil.rmtree(folder)
+    result = json.loads(done.stdout)
+    memory, timing = result["memory"], result["timing"]
+    allowed = 1.1 * (memory["weights_bytes"] + memory["kv_bytes"])
+    print(
+        f"weights {memory['weights_bytes'] / 1e9:.2f} GB, KV {memory['kv_bytes'] / 1e9:.3f} GB, "
+        f"process's peak {peak / 1e9:.2f} GB ({peak / allowed * 1.1:.3f} of weights + KV), "
+        f"MLX's peak {memory['peak_bytes'] / 1e9:.2f} GB; loaded in {timing['load_s']:.0f} s, "
+        f"first token after {timing['first_token_s']:.0f} s, {len(result['token_ids'])} tokens"
+    )
+    if peak > allowed:
+        raise SystemExit(f"the peak is above weights + KV + 10 % ({allowed / 1e9:.2f} GB)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The embedded pair: what its card says, measured again; and the main job on it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import threading
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+import mlx_mtp
+from mlx_mtp.engine.session import Engine, Request
+from mlx_mtp.generation import Options, generate
+from mlx_mtp.weights.find import TINY
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return mlx_mtp.load()
+
+
+def decode(pair, prompt: list[int], max_tokens: int, draft_len: int) -> Request:
+    request = Request(
+        prompt, max_tokens, eos=frozenset(pair.defaults.eos_token_ids), draft_len=draft_len
+    )
+    engine = Engine(pair.target, pair.drafter)
+    engine.add(request)
+    while engine.busy:
+        engine.step()
+    return request
+
+
+def loops(tokens: list[int]) -> bool:
+    """Whether the end of a text is one piece of at most 12 tokens, four times over."""
+    return any(tokens[-4 * n :] == 4 * tokens[-n:] for n in range(1, 13) if len(tokens) >= 4 * n)
+
+
+@pytest.mark.parametrize(
+    ("kind", "acceptance", "tokens_per_round"), [("real", 0.50, 2.7), ("template", 0.80, 3.5)]
+)
+def test_acceptance_on_prompts_it_never_saw(pair, kind, acceptance, tokens_per_round):
+    """Greedy, 4 drafts, stopping at EOS, loops left out; and the text is plain decoding's."""
+    prompts = json.loads((TINY / "prompts.json").read_text())
+    assert len(prompts["real"]) + len(prompts["template"]) >= 40
+    accepted = drafted = emitted = rounds = counted = 0
+    for i, entry in enumerate(prompts[kind]):
+        prompt = pair.tokenizer.encode(entry["prompt"], bos=True)
+        request = decode(pair, prompt, 160, draft_len=4)
+        if i < 6:
+            assert decode(pair, prompt, 160, draft_len=0).tokens == request.tokens
+        if loops(request.tokens) or request.stats.rounds < 2:
+            continue
+        stats = request.stats
+        accepted, drafted = accepted + stats.accepted, drafted + stats.drafted
+        emitted, rounds = emitted + stats.completion_tokens - 1, rounds + stats.rounds
+        counted += 1
+    assert counted >= 20
+    assert accepted / drafted >= acceptance
+    assert emitted / rounds >= tokens_per_round
+
+
+def test_fibonacci_is_right_as_a_user_turn_and_raw(pair):
+    """The main command's prompt: text that a reader recognises as Python, and that runs."""
+    for raw in (False, True):
+        prompt = "def fibonacci(n):"
+        result = generate(pair, prompt, Options(max_tokens=80, raw=raw))
+        scope: dict[str, object] = {}
+        exec(compile(ast.parse(prompt + result.text), "answer", "exec"), scope)
+        assert callable(scope["fibonacci"])
+        assert result.finish_reason == "stop"
+        assert result.stats.accepted > 0
+
+
+@pytest.mark.parametrize("draft_len", range(1, 9))
+def test_greedy_text_past_the_window_at_every_draft_length(pair, draft_len):
+    """A pair that accepts most of what it drafts, over 300 tokens past its window of 128."""
+    prompt = pair.tokenizer.encode("class Stack:\n", bos=True)
+    tokens = 128 + 300
+    if not hasattr(pair, "plain"):
+        pair.plain = run_on(pair, prompt, tokens, 0)
+    assert run_on(pair, prompt, tokens, draft_len) == pair.plain
+
+
+def run_on(pair, prompt, tokens, draft_len):
+    """Without stopping at EOS."""
+    request = Request(prompt, tokens, draft_len=draft_len)
+    engine = Engine(pair.target, pair.drafter)
+    engine.add(request)
+    while engine.busy:
+        engine.step()
+    return request.tokens
+
+
+def test_loads_and_generates_in_a_worker_thread(pair):
+    """MLX's arrays belong to the thread that made them: a pair loaded in a thread works there."""
+    wanted = generate(pair, "def gcd(a, b):", Options(max_tokens=40)).text
+    texts = []
+
+    def work():
+        own = mlx_mtp.load()
+        texts.append(generate(own, "def gcd(a, b):", Options(max_tokens=40)).text)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert texts == [wanted]
+
+
+def test_the_pair_is_small_and_whole(pair):
+    """At most 8 MB with its tokenizer; every feature of the architecture is on."""
+    files = [p for part in ("target", "drafter") for p in (TINY / part).iterdir()]
+    assert sum(p.stat().st_size for p in files) <= 8e6
+    text = pair.target.config.text
+    assert set(text.layer_types) == {"sliding_attention", "full_attention"}
+    assert text.num_kv_shared_layers > 0
+    assert text.use_double_wide_mlp
+    assert text.hidden_size_per_layer_input > 0
+    assert text.rope["full_attention"].fraction == 0.25
+    assert text.final_logit_softcapping == 30.0
+    assert text.max_position_embeddings == 32768
+    assert pair.drafter.config.use_ordered_embeddings
+    scalars = [layer.layer_scalar.item() for layer in pair.target.layers]
+    assert any(abs(s - 1) > 0.05 for s in scalars)
+    for name in ("README.md", "LICENSE-NOTICE.md"):
+        assert (TINY / name).read_text().strip()
+
+
+def test_weights_are_held_once(pair):
+    """The drafter has no table for its input: it shares the target's. Loading a pair takes the
+    bytes of its arrays and nothing beside."""
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    second = mlx_mtp.load()
+    held = mx.get_active_memory() - before
+    arrays = [a for m in (second.target, second.drafter) for _, a in tree_flatten(m.parameters())]
+    assert second.weights_bytes == sum(a.nbytes for a in arrays)
+    assert held <= 1.02 * second.weights_bytes + 100_000
+
+
+@pytest.mark.long
+def test_a_prompt_of_20000_tokens(pair):
+    """Four minutes on 2 cores, so in .ci/long. The needle is at the end: a function asked for
+    after 20,000 tokens of others."""
+    filler = "def add(a, b):\n    return a + b\n\n\n"
+    ids = pair.tokenizer.encode(filler, bos=False)
+    prompt = [2, *(ids * (20_000 // len(ids) + 1))[:19_980]]
+    prompt += pair.tokenizer.encode("def subtract(a, b):\n", bos=False)
+    drafted, plain = (decode(pair, prompt, 24, draft_len) for draft_len in (4, 0))
+    assert drafted.stats.prompt_tokens > 19_980
+    assert drafted.tokens == plain.tokens
+    assert "return" in pair.tokenizer.decode(drafted.tokens)
