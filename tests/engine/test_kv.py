@@ -9,7 +9,14 @@ import pytest
 
 from mlx_mtp.config import FULL, SLIDING
 from mlx_mtp.engine.draft_length import MAX_DRAFT
-from mlx_mtp.engine.kv import BLOCK, MIN_CAPACITY, KVLayout, attended, capacity_for
+from mlx_mtp.engine.kv import (
+    BLOCK,
+    MIN_CAPACITY,
+    KVLayout,
+    _attention_on_cpu,
+    attended,
+    capacity_for,
+)
 from mlx_mtp.engine.requests import Request
 from mlx_mtp.engine.session import Engine
 
@@ -150,6 +157,19 @@ def test_the_drafter_sees_no_uncommitted_slot(target):
             drafts.append(request.stats.accepted_by_position[:])
         counts.append(drafts)
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_the_cpus_attention_is_attention(kv_heads):
+    """The form written for the CPU gives what MLX's own operation gives, masks and groups too."""
+    keys = [mx.random.key(i) for i in range(4)]
+    q = mx.random.normal((2, 4, 5, 16), key=keys[0])
+    k, v = (mx.random.normal((2, kv_heads, 40, 16), key=key) for key in keys[1:3])
+    mask = mx.random.bernoulli(0.6, (2, 1, 5, 40), key=keys[3]) | (mx.arange(40) == 0)
+    wanted = mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=mask)
+    assert mx.allclose(_attention_on_cpu(q, k, v, mask), wanted, atol=1e-5)
+    nothing = _attention_on_cpu(q, k, v, mx.zeros_like(mask))
+    assert mx.isfinite(nothing).all()
 
 
 def test_full_layers_only_and_sliding_layers_only():

@@ -78,7 +78,6 @@ class TableDrafter:
 
 
 VOCAB = 32
-SAMPLES = 1500
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +125,7 @@ def test_chi_square_through_the_engine(bigram, near_perfect, sampling):
     target, table = bigram
     wrong = mx.roll(table, 7, axis=-1)
     drafter = TableDrafter(target, table if near_perfect else wrong)
-    engine = Engine(target, drafter, rows=50)
+    engine = Engine(target, drafter, rows=3)
     requests = [
         Request(
             [3],
@@ -136,7 +135,7 @@ def test_chi_square_through_the_engine(bigram, near_perfect, sampling):
             ),
             draft_len=3,
         )
-        for s in range(SAMPLES)
+        for s in range(800 if near_perfect else 500)
     ]
     texts = run(engine, *requests)
     stats = [r.stats for r in requests]
@@ -164,7 +163,7 @@ def test_chi_square_through_the_engine(bigram, near_perfect, sampling):
                 pairs = [(seen[token, b], total * p[b] / mass) for b in big]
             statistic += sum((o - e) ** 2 / e for o, e in pairs)
             degrees += len(pairs) - 1
-        assert degrees > 20
+        assert degrees >= 10
         # Wilson-Hilferty: the cube root is near normal; 4 sigma is one run in 30,000.
         z = ((statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / math.sqrt(
             2 / (9 * degrees)
