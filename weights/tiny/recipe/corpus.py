@@ -57,7 +57,7 @@ def tidy(code: str) -> str:
 
 
 def shape(function: ast.FunctionDef) -> str:
-    """A hash of the body with docstring, names and strings taken away: the same for renamed copies."""
+    """A hash of the body with docstring, names and strings taken away: copies have one."""
     tree = ast.parse(ast.unparse(function)).body[0]
     assert isinstance(tree, ast.FunctionDef)
     tree.body = tree.body[1:]
