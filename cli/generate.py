@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from mlx_mtp.cli.options import DrafterId, DrafterRevision, Json, Model, Revision
 from mlx_mtp.cli.terminal import emit, say, signals
 from mlx_mtp.errors import UsageError
 
@@ -29,19 +30,10 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from stdin.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Folder, hub id or e2b, e4b, 12b, 26b, 31b. [default: the demo pair]"),
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of --model. [default: main]")
-    ] = None,
-    drafter: Annotated[
-        str | None, typer.Option(help="Folder or hub id. [default: the one that fits]")
-    ] = None,
-    drafter_revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of the drafter. [default: main]")
-    ] = None,
+    model: Model = None,
+    revision: Revision = None,
+    drafter: DrafterId = None,
+    drafter_revision: DrafterRevision = None,
     no_drafter: Annotated[
         bool, typer.Option("--no-drafter", help="Decode plainly. [default: off]")
     ] = False,
@@ -96,9 +88,7 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(help="Read the prompt from this file. [default: none]")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead. [default: off]")
-    ] = False,
+    as_json: Json = False,
     no_stream: Annotated[
         bool, typer.Option("--no-stream", help="Print the text at the end. [default: off]")
     ] = False,

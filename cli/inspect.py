@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mlx_mtp.cli.options import WHICH_MODEL, DrafterId, DrafterRevision, Json, Revision
 from mlx_mtp.cli.terminal import emit, say
 
 if TYPE_CHECKING:
@@ -18,25 +19,11 @@ Only configs and file headers are read: no memory is needed and, from the hub, a
 
 
 def inspect(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="Folder, hub id or e2b, e4b, 12b, 26b, 31b. [default: the demo pair]",
-        ),
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of MODEL. [default: main]")
-    ] = None,
-    drafter: Annotated[
-        str | None, typer.Option(help="Folder or hub id. [default: the one that fits]")
-    ] = None,
-    drafter_revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of the drafter. [default: main]")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead. [default: off]")
-    ] = False,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=WHICH_MODEL)] = None,
+    revision: Revision = None,
+    drafter: DrafterId = None,
+    drafter_revision: DrafterRevision = None,
+    as_json: Json = False,
 ) -> None:
     from mlx_mtp.weights.inspect import inspect_model
 
