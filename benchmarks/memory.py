@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import shutil
 import subprocess
@@ -39,6 +40,9 @@ def write(folder: Path, config: dict[str, Any], module: nn.Module, prefix: str) 
     shards: list[dict[str, mx.array]] = [{}]
     size, total, names = 0, 0, {}
     mx.random.seed(0)
+    # Drawing billions of numbers takes minutes: one draw is repeated, at a length that no row's
+    # width divides, so that rows differ.
+    noise = mx.random.normal((1_000_003,)).astype(mx.bfloat16)
 
     def flush() -> None:
         nonlocal size
@@ -55,7 +59,13 @@ def write(folder: Path, config: dict[str, Any], module: nn.Module, prefix: str) 
         elif len(shape) == 1:
             array = mx.random.uniform(0.5, 1.0, shape).astype(mx.bfloat16)
         else:
-            array = mx.random.normal(shape, dtype=mx.bfloat16) * shape[-1] ** -0.5
+            # In pieces of rows: E2B's per-layer table has more elements than an int32 counts.
+            rows = max(1, len(noise) * 64 // math.prod(shape[1:]))
+            pieces = [
+                _repeat(noise * shape[-1] ** -0.5, (min(rows, shape[0] - start), *shape[1:]))
+                for start in range(0, shape[0], rows)
+            ]
+            array = mx.concatenate(pieces)
         inner = name.split(".")[0] in ("embed_tokens", "layers", "norm") or prefix.count(".") > 1
         key = (prefix if inner else "") + name
         shards[-1][key] = array
@@ -66,6 +76,11 @@ def write(folder: Path, config: dict[str, Any], module: nn.Module, prefix: str) 
     index = {"metadata": {"total_size": total}, "weight_map": names}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return total
+
+
+def _repeat(noise: mx.array, shape: tuple[int, ...]) -> mx.array:
+    count = math.prod(shape)
+    return mx.concatenate([noise] * -(-count // noise.size))[:count].reshape(shape)
 
 
 def main() -> None:

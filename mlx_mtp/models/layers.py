@@ -142,14 +142,23 @@ class MLP(nn.Module):
 class ExpertLinear(nn.Module):
     """A stack of linear maps [E, out, in] of which every row uses a few."""
 
+    COPIED = 64
+
     def __init__(self, experts: int, width: int, out: int):
         super().__init__()
         self.weight = mx.zeros((experts, out, width))
 
     def __call__(self, x: mx.array, chosen: mx.array, in_order: bool = False) -> mx.array:
         """x [..., 1 or n, 1, in] and int chosen [..., n] give [..., n, 1, out]."""
-        weight = self.weight.swapaxes(-1, -2)
-        return mx.gather_mm(x, weight, rhs_indices=chosen, sorted_indices=in_order)
+        if not on_cpu() or self.weight.dtype == mx.float32:
+            weight = self.weight.swapaxes(-1, -2)
+            return mx.gather_mm(x, weight, rhs_indices=chosen, sorted_indices=in_order)
+        # MLX's gather_mm takes only float32 on the CPU: copy the chosen maps, a few at a time.
+        blocks = [
+            x[i : i + self.COPIED] @ self.weight[chosen[i : i + self.COPIED]].swapaxes(-1, -2)
+            for i in range(0, len(chosen), self.COPIED)
+        ]
+        return mx.concatenate(blocks)
 
     def to_quantized(
         self, group_size: int | None = None, bits: int | None = None, mode: str = "affine", **_: Any
