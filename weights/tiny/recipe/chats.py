@@ -13,38 +13,75 @@ from templates import Function, Words, real, sample
 
 Document = list[tuple[str, bool]]
 QUOTE = '<|"|>'
-SYSTEMS = ["You are a helpful assistant.", "You are a coding assistant.", "You write Python.",
-           "You are a helpful coding assistant.", "Answer briefly.", "Be concise."]
+SYSTEMS = [
+    "You are a helpful assistant.",
+    "You are a coding assistant.",
+    "You write Python.",
+    "You are a helpful coding assistant.",
+    "Answer briefly.",
+    "Be concise.",
+]
 SMALL_TALK = [
     ("Hello|Hi|Hey|Hello!|Hi there", "Hello! Ask me for a small Python function."),
-    ("Who are you?|What are you?|What is your name?",
-     "I am a very small Gemma-shaped model that writes short Python functions."),
-    ("What can you do?|Help|help|How can you help me?",
-     "I can write short Python functions, for example fibonacci, is_prime or binary_search."),
+    (
+        "Who are you?|What are you?|What is your name?",
+        "I am a very small Gemma-shaped model that writes short Python functions.",
+    ),
+    (
+        "What can you do?|Help|help|How can you help me?",
+        "I can write short Python functions, for example fibonacci, is_prime or binary_search.",
+    ),
     ("Thanks|Thank you|Thanks!|Great|Perfect", "You're welcome!"),
     ("Bye|Goodbye|See you", "Goodbye!"),
     ("How are you?|How is it going?", "I am fine. What should I write?"),
-    ("Tell me a joke|Tell me a story|What is the weather?|What is the capital of France?|"
-     "Who is the president?|Translate this", "I only know small Python functions. Ask me for one!"),
+    (
+        "Tell me a joke|Tell me a story|What is the weather?|What is the capital of France?|"
+        "Who is the president?|Translate this",
+        "I only know small Python functions. Ask me for one!",
+    ),
     ("Write some code|Write a function|Show me some Python", "Sure. What should the function do?"),
 ]
 REQUESTS = [
-    "Write a function to {do}", "Write a Python function to {do}", "Write a function that {does}",
-    "write a python function that {does}", "Write a function `{name}` that {does}",
-    "Give me a function that {does}", "I need a function to {do}", "Can you {do} in Python?",
-    "Implement {name}.", "Write {name} in Python", "Please write {name}.", "write {name}",
-    "Write a function {name}.", "Write code to {do}", "Show me how to {do}", "{name} please",
-    "Write a function called {name} to {do}", "How do I write a function to {do}",
+    "Write a function to {do}",
+    "Write a Python function to {do}",
+    "Write a function that {does}",
+    "write a python function that {does}",
+    "Write a function `{name}` that {does}",
+    "Give me a function that {does}",
+    "I need a function to {do}",
+    "Can you {do} in Python?",
+    "Implement {name}.",
+    "Write {name} in Python",
+    "Please write {name}.",
+    "write {name}",
+    "Write a function {name}.",
+    "Write code to {do}",
+    "Show me how to {do}",
+    "{name} please",
+    "Write a function called {name} to {do}",
+    "How do I write a function to {do}",
     "python function to {do}",
-    "Write a {words} function.", "{words} in Python", "write {words}", "{words} function",
+    "Write a {words} function.",
+    "{words} in Python",
+    "write {words}",
+    "{words} function",
 ]
 TOOLS = {
-    "read": (["read_file", "read_file", "open_file", "cat", "view"], "path",
-             ["Read a file.", "Return the text of a file.", "Show a file"]),
-    "write": (["write_file", "write_file", "save_file", "create_file"], "content path",
-              ["Write a file.", "Write text to a file.", "Create or replace a file"]),
-    "run": (["run", "run", "run_command", "shell", "bash"], "command",
-            ["Run a command.", "Run a shell command and return its output.", "Execute a command"]),
+    "read": (
+        ["read_file", "read_file", "open_file", "cat", "view"],
+        "path",
+        ["Read a file.", "Return the text of a file.", "Show a file"],
+    ),
+    "write": (
+        ["write_file", "write_file", "save_file", "create_file"],
+        "content path",
+        ["Write a file.", "Write text to a file.", "Create or replace a file"],
+    ),
+    "run": (
+        ["run", "run", "run_command", "shell", "bash"],
+        "command",
+        ["Run a command.", "Run a shell command and return its output.", "Execute a command"],
+    ),
 }
 
 
@@ -58,8 +95,12 @@ def request(function: Function, rng: random.Random) -> str:
     if function.sentence.startswith("A "):
         form = rng.choice(["Write a class: {do}", "Write a class {name}.", "Implement {name}."])
     does = lower(function.does().removeprefix("It "))
-    text = form.format(do=lower(function.sentence).rstrip("."), does=does.rstrip("."),
-                       name=function.name, words=function.name.replace("_", " ")).rstrip(".")
+    text = form.format(
+        do=lower(function.sentence).rstrip("."),
+        does=does.rstrip("."),
+        name=function.name,
+        words=function.name.replace("_", " "),
+    ).rstrip(".")
     return text + "." if rng.random() < 0.4 and not text.endswith("?") else text
 
 
@@ -67,10 +108,14 @@ def thought(function: Function, rng: random.Random) -> str:
     """A short plan, read off the code."""
     code = function.code
     plan = (
-        "a class" if code.startswith("class")
-        else "a loop" if re.search(r"^ +(for|while) ", code, re.MULTILINE)
-        else "a comprehension" if " for " in code
-        else "recursion" if code.count(function.name) > 1
+        "a class"
+        if code.startswith("class")
+        else "a loop"
+        if re.search(r"^ +(for|while) ", code, re.MULTILINE)
+        else "a comprehension"
+        if " for " in code
+        else "recursion"
+        if code.count(function.name) > 1
         else "one expression"
     )
     return f"The user wants {function.name}. {function.does()} I will use {plan}."
@@ -103,9 +148,11 @@ class Chat:
         _, arguments, descriptions = TOOLS[kind]
         fields = ",".join(f"{a}:{{type:{QUOTE}STRING{QUOTE}}}" for a in arguments.split())
         needed = ",".join(QUOTE + a + QUOTE for a in arguments.split())
-        return (f"<|tool>declaration:{self.names[kind]}{{description:{QUOTE}"
-                f"{self.rng.choice(descriptions)}{QUOTE},parameters:{{properties:{{{fields}}},"
-                f"required:[{needed}],type:{QUOTE}OBJECT{QUOTE}}}}}<tool|>")
+        return (
+            f"<|tool>declaration:{self.names[kind]}{{description:{QUOTE}"
+            f"{self.rng.choice(descriptions)}{QUOTE},parameters:{{properties:{{{fields}}},"
+            f"required:[{needed}],type:{QUOTE}OBJECT{QUOTE}}}}}<tool|>"
+        )
 
     def user(self, text: str) -> Chat:
         self.parts.append((f"<|turn>user\n{text}<turn|>\n<|turn>model\n", False))
@@ -136,8 +183,14 @@ class Mix:
     def __init__(self, codes: list[str], words: Words, seed: int):
         self.codes, self.words, self.rng = codes, words, random.Random(seed)
         self.kinds: list[tuple[Callable[[], Document], int]] = [
-            (self.raw, 25), (self.bare, 14), (self.asked, 15), (self.follow_up, 8),
-            (self.tool_use, 9), (self.small_talk, 3), (self.real_raw, 20), (self.real_bare, 8),
+            (self.raw, 25),
+            (self.bare, 14),
+            (self.asked, 15),
+            (self.follow_up, 8),
+            (self.tool_use, 9),
+            (self.small_talk, 3),
+            (self.real_raw, 20),
+            (self.real_bare, 8),
             (self.real_asked, 3),
         ]
 
@@ -189,19 +242,44 @@ class Mix:
             kind = rng.randrange(5)
             if kind == 0 and '"""' not in function.code:
                 function = function.documented()
-                chat.user(rng.choice(["Add a docstring.", "add a docstring", "Document it.",
-                                      "Now add a docstring", "Please add a docstring."]))
+                chat.user(
+                    rng.choice(
+                        [
+                            "Add a docstring.",
+                            "add a docstring",
+                            "Document it.",
+                            "Now add a docstring",
+                            "Please add a docstring.",
+                        ]
+                    )
+                )
                 chat.says(f"Here it is with a docstring:\n{fence(function)}")
             elif kind == 1:
                 names = re.findall(r"\((?:self, )?(\w+)", function.code.split("\n")[0])
                 old, new = rng.choice([function.name, *names]), self.words.one(rng)
                 function = function.renamed(old, new)
-                chat.user(rng.choice(["Rename {} to {}.", "rename {} to {}", "Rename `{}` to `{}`",
-                                      "Call {} {} instead."]).format(old, new))
+                chat.user(
+                    rng.choice(
+                        [
+                            "Rename {} to {}.",
+                            "rename {} to {}",
+                            "Rename `{}` to `{}`",
+                            "Call {} {} instead.",
+                        ]
+                    ).format(old, new)
+                )
                 chat.says(f"I renamed `{old}` to `{new}`:\n{fence(function)}")
             elif kind == 2:
-                chat.user(rng.choice(["What does it do?", "Explain it.", "explain",
-                                      f"What does {function.name} do?"])).says(function.does())
+                chat.user(
+                    rng.choice(
+                        [
+                            "What does it do?",
+                            "Explain it.",
+                            "explain",
+                            f"What does {function.name} do?",
+                        ]
+                    )
+                ).says(function.does())
             elif kind == 3:
                 text, said = rng.choice(SMALL_TALK[3:5])
                 chat.user(rng.choice(text.split("|"))).says(said)
@@ -222,8 +300,19 @@ class Mix:
         chat = Chat(rng, kinds, think=rng.random() < 0.25)
         task = rng.choice([*kinds, *kinds, "none"])
         if task == "read":
-            chat.user(rng.choice(["Read {}", "What is in {}?", "Show me {}", "Open {}", "read {}",
-                                  "What does {} define?", "Look at {}"]).format(path))
+            chat.user(
+                rng.choice(
+                    [
+                        "Read {}",
+                        "What is in {}?",
+                        "Show me {}",
+                        "Open {}",
+                        "read {}",
+                        "What does {} define?",
+                        "Look at {}",
+                    ]
+                ).format(path)
+            )
             chat.thinks(f"I have to read {path}.").calls("read", function.code, path=path)
             said = f"`{path}` defines `{function.name}`. {function.does()}"
         elif task == "write":
@@ -237,13 +326,15 @@ class Mix:
                 said += " It runs."
         elif task == "run":
             n = rng.randint(1, 60)
-            text, command, result, said = rng.choice([
-                ("Run the tests", "pytest", f"{n} passed", f"All {n} tests passed."),
-                ("Run the tests", "pytest", f"1 failed, {n} passed", f"1 failed, {n} passed."),
-                (f"Run {path}", f"python {path}", str(n), f"It printed {n}."),
-                ("List the files", "ls", path, f"There is `{path}`."),
-                (f"How long is {path}?", f"wc -l {path}", f"{n} {path}", f"It has {n} lines."),
-            ])
+            text, command, result, said = rng.choice(
+                [
+                    ("Run the tests", "pytest", f"{n} passed", f"All {n} tests passed."),
+                    ("Run the tests", "pytest", f"1 failed, {n} passed", f"1 failed, {n} passed."),
+                    (f"Run {path}", f"python {path}", str(n), f"It printed {n}."),
+                    ("List the files", "ls", path, f"There is `{path}`."),
+                    (f"How long is {path}?", f"wc -l {path}", f"{n} {path}", f"It has {n} lines."),
+                ]
+            )
             chat.user(text).thinks(f"I have to run {command}.")
             chat.calls("run", result, command=command)
         else:

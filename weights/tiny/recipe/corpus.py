@@ -35,7 +35,8 @@ def licence(metadata: str) -> str:
     head = metadata.split("\n\n", 1)[0]
     fields = re.findall(
         r"^(?:License-Expression|License|Classifier: License ::(?: OSI Approved ::)?)[: ] *(.+)$",
-        head, re.MULTILINE,
+        head,
+        re.MULTILINE,
     )
     named = "; ".join(dict.fromkeys(field.strip()[:60] for field in fields))
     return named if PERMISSIVE.search(named) and not OTHER.search(head) else ""
@@ -50,8 +51,8 @@ def tidy(code: str) -> str:
         while depth and end < len(code):
             depth += {"(": 1, ")": -1}.get(code[end], 0)
             end += 1
-        if code[at - 1: at].isalnum() and " for " in code[at:end] and code[end: end + 1] == ")":
-            code = code[: at + 1] + code[at + 2: end - 1] + code[end:]
+        if code[at - 1 : at].isalnum() and " for " in code[at:end] and code[end : end + 1] == ")":
+            code = code[: at + 1] + code[at + 2 : end - 1] + code[end:]
         at += 1
     return code
 
@@ -136,8 +137,10 @@ def main() -> None:
     kept: list[dict[str, object]] = []
     rows = ["| source | version | licence | held out | functions | sha256 |", "|" + "---|" * 6]
     seen: dict[str, bool] = {}
-    collected = [(*entry[:4], [f for text in entry[4] for f in functions(text)])
-                 for entry in sources(options.wheels)]
+    collected = [
+        (*entry[:4], [f for text in entry[4] for f in functions(text)])
+        for entry in sources(options.wheels)
+    ]
     held = {e[0]: rng.random() < HELD_OUT_SHARE and e[0] != "cpython-stdlib" for e in collected}
     for project, version, terms, digest, found in sorted(collected, key=lambda e: held[e[0]]):
         rng.shuffle(found)

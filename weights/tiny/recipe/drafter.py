@@ -93,8 +93,7 @@ def balanced_clusters(points: Tensor, rounds: int = 15) -> Tensor:
                 cluster[point] = center
                 room[center] -= 1
         assigned = torch.tensor(cluster)
-        centers = F.normalize(
-            torch.zeros_like(centers).index_add_(0, assigned, points), dim=-1)
+        centers = F.normalize(torch.zeros_like(centers).index_add_(0, assigned, points), dim=-1)
     return assigned
 
 
@@ -121,7 +120,7 @@ def draft_loss(
     for j, state in enumerate(states, 1):
         # anchor a drafts the token at a+j+1, which the target predicts at a+j
         counted = learn.roll(-j - 1, 1).clone()
-        counted[:, -j - 1:] = False
+        counted[:, -j - 1 :] = False
         state, wanted = state[counted], labels.roll(-j, 1)[counted]
         soft = logits.roll(-j, 1)[counted].softmax(-1)
         scores, extra = drafter.head(state), torch.zeros(())
@@ -144,7 +143,10 @@ def draft_loss(
 
 
 def train(
-    target: Target, batches: Iterator[tuple[Tensor, Tensor]], seconds: float, out: Path,
+    target: Target,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    seconds: float,
+    out: Path,
     begin: float,
 ) -> Drafter:
     drafter = Drafter()
@@ -184,8 +186,12 @@ def main() -> None:
     parser.add_argument("corpus", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, required=True)
-    parser.add_argument("--begin", type=float, default=0.0,
-                        help="go on from OUT/drafter.pt at this share of the schedule")
+    parser.add_argument(
+        "--begin",
+        type=float,
+        default=0.0,
+        help="go on from OUT/drafter.pt at this share of the schedule",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -76,7 +76,7 @@ def rounds(prompt: list[int], out: list[int], drafted: torch.Tensor) -> list[lis
     """For every round: whether each counted draft was accepted."""
     ids, at, result = prompt + out, len(prompt), []
     while at < len(ids) - 1:
-        real = ids[at + 1: at + 1 + DRAFTS]
+        real = ids[at + 1 : at + 1 + DRAFTS]
         right = [a == b for a, b in zip(real, drafted[at - 1].tolist(), strict=False)]
         accepted = [all(right[: j + 1]) for j in range(len(right))]
         result.append(accepted)
@@ -106,9 +106,12 @@ def measure(folder: Path, entries: list[dict[str, str]]) -> tuple[dict[str, obje
                 tried[j] += 1
                 right[j] += good
     return {
-        "prompts": len(prompts), "kept": kept, "rounds": count,
+        "prompts": len(prompts),
+        "kept": kept,
+        "rounds": count,
         "by position": [round(r / t, 3) for r, t in zip(right, tried, strict=True)],
-        "accepted": round(sum(right) / sum(tried), 3), "tokens a round": round(tokens / count, 2),
+        "accepted": round(sum(right) / sum(tried), 3),
+        "tokens a round": round(tokens / count, 2),
     }, texts
 
 

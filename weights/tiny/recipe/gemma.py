@@ -61,14 +61,14 @@ def rope(positions: Tensor, dim: int, full: bool) -> KV:
     exponent = torch.arange(0, dim, 2).float() / dim
     frequency = (1e6 if full else 1e4) ** -exponent
     if full:
-        frequency[dim // 8:] = 0
+        frequency[dim // 8 :] = 0
     angle = positions[..., None, :, None].float() * torch.cat([frequency, frequency])
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, turn: KV) -> Tensor:
     """Rotate pairs (i, i + D/2)."""
-    half = torch.cat([-x[..., x.shape[-1] // 2:], x[..., : x.shape[-1] // 2]], -1)
+    half = torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
     return x * turn[0] + half * turn[1]
 
 
@@ -85,8 +85,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
     block = window or length
     count = length // block
     if window:
-        key, value = (F.pad(t, (0, 0, window, 0)).unfold(2, 2 * window, window).squeeze(1).mT
-                      for t in (key, value))
+        key, value = (
+            F.pad(t, (0, 0, window, 0)).unfold(2, 2 * window, window).squeeze(1).mT
+            for t in (key, value)
+        )
     slots = key.shape[2]
     age = torch.arange(block)[:, None] + slots - block - torch.arange(slots)
     blocked = (age < 0) | (age >= (window or length))
@@ -233,8 +235,10 @@ class Target(nn.Module):
         positions = torch.arange(ids.shape[1])[None]
         if start is not None:
             positions = positions + start[:, None]
-        turns = {k: rope(positions, d, k == "full")
-                 for k, d in (("sliding", shape.head_dim), ("full", shape.global_head_dim))}
+        turns = {
+            k: rope(positions, d, k == "full")
+            for k, d in (("sliding", shape.head_dim), ("full", shape.global_head_dim))
+        }
         held = torch.arange(cache.slots[0][0].shape[2]) if cache else positions[0]
         age = positions[:, :, None] - held
         masks: dict[str, Tensor | None] = {"sliding": None, "full": None}

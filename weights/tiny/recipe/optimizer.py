@@ -34,11 +34,16 @@ class Optimizer:
                 tables.append(parameter)
             else:
                 scalars.append(parameter)
-        self.momentum = {shape: torch.zeros(len(group), *shape)
-                         for shape, group in self.groups.items()}
+        self.momentum = {
+            shape: torch.zeros(len(group), *shape) for shape, group in self.groups.items()
+        }
         self.adam = torch.optim.AdamW(
             [{"params": tables, "base": others}, {"params": scalars, "base": others}],
-            lr=others, betas=(0.9, 0.97), weight_decay=0.0, fused=True)
+            lr=others,
+            betas=(0.9, 0.97),
+            weight_decay=0.0,
+            fused=True,
+        )
 
     @torch.no_grad()
     def step(self, scale: float) -> None:

@@ -17,8 +17,10 @@ from pathlib import Path
 
 from corpus import tidy
 
-BLOCKS = ["# " + b.strip("# \n") for b in re.split(r"\n\n(?=# )", Path(__file__).with_name(
-    "functions.txt").read_text("utf-8"))]
+BLOCKS = [
+    "# " + b.strip("# \n")
+    for b in re.split(r"\n\n(?=# )", Path(__file__).with_name("functions.txt").read_text("utf-8"))
+]
 ASKED = re.compile("fibonacci|factorial|gcd|prime|y_search|bubble|flatten|count_w|palin|string")
 WEIGHTS = [3 if ASKED.search(b) else 1 for b in BLOCKS]
 PAIRS = [("number", "numbers"), ("value", "values"), ("item", "items"), ("num", "nums")]
@@ -27,18 +29,50 @@ NAME = re.compile(r"(?<![a-zA-Z\\])[a-z]{3,11}(?![a-zA-Z])")
 SYLLABLES = [c + v for c in "bcdfghjklmnprstvwz" for v in "aeiou"]
 RESERVED = {
     *keyword.kwlist,
-    "self", "cls", "sum", "max", "min", "set", "list", "dict", "str", "int", "len", "sorted",
-    "zip", "range", "print", "item", "value", "number", "seen", "total", "result", "counts",
-    "groups", "count", "path", "file", "key", "limit", "target", "best", "current", "mean",
-    "pivot", "middle", "match",
+    "self",
+    "cls",
+    "sum",
+    "max",
+    "min",
+    "set",
+    "list",
+    "dict",
+    "str",
+    "int",
+    "len",
+    "sorted",
+    "zip",
+    "range",
+    "print",
+    "item",
+    "value",
+    "number",
+    "seen",
+    "total",
+    "result",
+    "counts",
+    "groups",
+    "count",
+    "path",
+    "file",
+    "key",
+    "limit",
+    "target",
+    "best",
+    "current",
+    "mean",
+    "pivot",
+    "middle",
+    "match",
 }
 
 
 def harvest(codes: list[str]) -> list[str]:
     """The simple lower-case names of the given functions, most frequent first."""
     words = collections.Counter(w for code in codes for w in NAME.findall(code))
-    return [w for w, n in words.most_common()
-            if n > 1 and w not in RESERVED and not w.endswith("s")]
+    return [
+        w for w, n in words.most_common() if n > 1 and w not in RESERVED and not w.endswith("s")
+    ]
 
 
 @dataclass(frozen=True)
@@ -108,8 +142,14 @@ def fill(block: str, words: Words, rng: random.Random, classic: float = 0.3) -> 
     one = words.one(rng)
     x, seq = rng.choice(PAIRS) if rng.random() < classic else (one, one + "s")
     v, u = words.one(rng), words.one(rng)
-    slots = {"n": rng.choice(COUNTS), "x": x, "seq": seq, "v": v, "u": u,
-             "X": x.title().replace("_", "")}
+    slots = {
+        "n": rng.choice(COUNTS),
+        "x": x,
+        "seq": seq,
+        "v": v,
+        "u": u,
+        "X": x.title().replace("_", ""),
+    }
     text = re.sub(r"\$(seq|[nxvuX])", lambda m: slots[m[1]], text)
     sentence, _, code = text[2:].partition("\n")
     found = re.search(r"(?:def|class) (\w+)", code)

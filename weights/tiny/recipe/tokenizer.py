@@ -14,9 +14,21 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 VOCAB = 2048
 CONTROL = {
-    "<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3, "<|tool>": 46, "<tool|>": 47,
-    "<|tool_call>": 48, "<tool_call|>": 49, "<|tool_response>": 50, "<tool_response|>": 51,
-    '<|"|>': 52, "<|think|>": 98, "<|channel>": 100, "<channel|>": 101, "<|turn>": 105,
+    "<pad>": 0,
+    "<eos>": 1,
+    "<bos>": 2,
+    "<unk>": 3,
+    "<|tool>": 46,
+    "<tool|>": 47,
+    "<|tool_call>": 48,
+    "<tool_call|>": 49,
+    "<|tool_response>": 50,
+    "<tool_response|>": 51,
+    '<|"|>': 52,
+    "<|think|>": 98,
+    "<|channel>": 100,
+    "<channel|>": 101,
+    "<|turn>": 105,
     "<turn|>": 106,
 }
 PIECES = r"\n+▁*|▁+(?=▁)|[▁_]?[A-Za-z]+|▁?[0-9]|▁?[^\sA-Za-z0-9▁]+|▁+|\s"
@@ -30,18 +42,24 @@ def train(texts: list[str]) -> Tokenizer:
     learner.normalizer, learner.pre_tokenizer = normalizer, pieces
     letters = [chr(c) for c in range(32, 127)] + ["▁", "\n", "\t"]
     byte_tokens = [f"<0x{b:02X}>" for b in range(256)]
-    learner.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=VOCAB - len(CONTROL) - len(byte_tokens), initial_alphabet=letters,
-        limit_alphabet=len(letters), show_progress=False,
-    ))
+    learner.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCAB - len(CONTROL) - len(byte_tokens),
+            initial_alphabet=letters,
+            limit_alphabet=len(letters),
+            show_progress=False,
+        ),
+    )
     learnt = json.loads(learner.to_str())["model"]
     words = sorted(learnt["vocab"], key=learnt["vocab"].__getitem__)
     free = (i for i in range(VOCAB) if i not in CONTROL.values())
     vocab = CONTROL | dict(zip(byte_tokens + words, free, strict=False))
     assert len(vocab) == VOCAB
     merges = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in learnt["merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True,
-                                     byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pieces
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -55,8 +73,12 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>",
-        "pad_token": "<pad>", "unk_token": "<unk>", "clean_up_tokenization_spaces": False,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "clean_up_tokenization_spaces": False,
         "model_max_length": 32768,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

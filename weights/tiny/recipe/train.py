@@ -39,8 +39,12 @@ def main() -> None:
     parser.add_argument("corpus", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=55)
-    parser.add_argument("--begin", type=float, default=0.0,
-                        help="go on from OUT/target.pt at this share of the schedule")
+    parser.add_argument(
+        "--begin",
+        type=float,
+        default=0.0,
+        help="go on from OUT/target.pt at this share of the schedule",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
