@@ -13,6 +13,7 @@ import os
 import pty
 import re
 import sys
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -48,8 +49,11 @@ def main() -> None:
     prompt = "$ mlx-mtp " + " ".join(f'"{a}"' if " " in a else a for a in COMMAND)
     picture = f"{prompt}\n{shown[:cut].rstrip()}\n\n{live}\x1b[0m\n{shown[cut:]}"
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    console.print(Text.from_ansi(picture))
-    console.save_svg(path, title="mlx-mtp")
+    # Blanks go to the colour before them: some viewers shift a span that begins with one.
+    console.print(Text.from_ansi(re.sub(r"((?:\x1b\[\d+m)+)([ \n]+)", r"\2\1", picture)))
+    svg = console.export_svg(title="mlx-mtp")
+    # The picture fetches no font.
+    Path(path).write_text(re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL))
 
 
 if __name__ == "__main__":

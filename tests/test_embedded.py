@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import threading
-from collections import Counter
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
 import mlx_mtp
+from benchmarks.embedded import decode, loops
 from mlx_mtp.engine.session import Engine, Request
 from mlx_mtp.generation import Options, generate
 from mlx_mtp.weights.find import TINY
@@ -25,23 +25,6 @@ def pair():
 PROMPTS = 48  # of each kind; about half of the real functions end in loops, and the card says so
 
 
-def decode(pair, prompt: list[int], max_tokens: int, draft_len: int) -> Request:
-    request = Request(
-        prompt, max_tokens, eos=frozenset(pair.defaults.eos_token_ids), draft_len=draft_len
-    )
-    engine = Engine(pair.target, pair.drafter)
-    engine.add(request)
-    while engine.busy:
-        engine.step()
-    return request
-
-
-def loops(text: str, request: Request) -> bool:
-    """The card's rule: it does not stop by itself, or one line comes more than three times."""
-    lines = Counter(line for line in text.split("\n") if line.strip())
-    return request.finish_reason != "stop" or max(lines.values(), default=0) > 3
-
-
 @pytest.mark.parametrize(
     ("kind", "acceptance", "tokens_per_round"), [("real", 0.50, 2.7), ("template", 0.80, 3.5)]
 )
@@ -51,10 +34,9 @@ def test_acceptance_on_prompts_it_never_saw(pair, kind, acceptance, tokens_per_r
     assert len(prompts["real"]) + len(prompts["template"]) >= 40
     accepted = drafted = emitted = rounds = counted = 0
     for i, entry in enumerate(prompts[kind][:PROMPTS]):
-        prompt = pair.tokenizer.encode(entry["prompt"], bos=True)
-        request = decode(pair, prompt, 160, draft_len=4)
+        request = decode(pair, entry["prompt"], 4, 160)
         if i < 6:
-            assert decode(pair, prompt, 160, draft_len=0).tokens == request.tokens
+            assert decode(pair, entry["prompt"], 0, 160).tokens == request.tokens
         if loops(pair.tokenizer.decode(request.tokens), request):
             continue
         stats = request.stats
