@@ -1,0 +1,60 @@
+"""README's commands and program run as they stand; those that need the hub are parsed only."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+USE = README[README.index("## Use") : README.index("## Models")]
+COMMANDS = re.search(r"```sh\n(.*?)```", USE, re.DOTALL)[1].splitlines()
+PROGRAM = re.search(r"```python\n(.*?)```", USE, re.DOTALL)[1]
+
+
+def run(command: str) -> subprocess.CompletedProcess[str]:
+    ours = f"{shlex.quote(sys.executable)} -m mlx_mtp.cli.main "
+    return subprocess.run(
+        command.replace("mlx-mtp ", ours, 1),
+        shell=True,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "--model" not in c])
+def test_a_command_works(command):
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "--model" in c])
+def test_a_command_for_the_hub_is_well_formed(command):
+    """Its options parse: with a folder that is not there it ends at the model, not before."""
+    model = re.search(r"--model (\S+)", command)[1]
+    done = run(command.replace(model, "/no/such/folder"))
+    assert done.returncode == 3
+    assert "/no/such/folder: no such folder" in done.stderr
+
+
+def test_the_program_runs():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "return" in done.stdout
+
+
+def test_every_option_named_in_readme_is_in_help():
+    told = set(re.findall(r"`?(--[a-z-]+)", USE)) - {"--help"}
+    shown = run("mlx-mtp generate --help").stdout
+    assert all(option in shown for option in told), told
