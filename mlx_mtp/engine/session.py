@@ -166,12 +166,11 @@ class Engine:
 
     def close(self) -> None:
         """Cancel everything and WAIT for what is in flight."""
-        for row in self.rows:
-            if row.request:
-                self.cancel(row.request)
+        running = [row.request for row in self.rows if row.request]
         if self._prefill:
-            self.cancel(self._prefill.request)
-        self._waiting.clear()
+            running.append(self._prefill.request)
+        for request in [*running, *self._waiting]:
+            self.cancel(request)
         self._flights.clear()
         self.waits += 1
         mx.eval(self._state)

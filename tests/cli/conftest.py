@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from mlx_mtp.cli import main
-from mlx_mtp.weights import find
 from tests.cli.pairs import write_pair
 
 COMMAND = [sys.executable, "-m", "mlx_mtp.cli.main"]
@@ -40,12 +39,6 @@ def generate(model):
         )
 
     return run
-
-
-@pytest.fixture(scope="session")
-def embedded():
-    if not (find.TINY / "drafter" / "model.safetensors").exists():
-        pytest.skip("the embedded pair is not there")
 
 
 @pytest.fixture

@@ -230,7 +230,7 @@ def test_version_and_no_command():
     assert b"generate" in subprocess.run(COMMAND, capture_output=True).stdout
 
 
-def test_the_embedded_pair_continues_a_function(embedded):
+def test_the_embedded_pair_continues_a_function():
     started = time.perf_counter()
     command = [*COMMAND, "generate", "def add(a, b):", "--max-tokens", "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -245,7 +245,7 @@ def test_the_embedded_pair_continues_a_function(embedded):
 
 
 @pytest.mark.parametrize("prompt", ["def is_even(n):", "# Return the sum of prices.\n"])
-def test_the_embedded_pair_says_the_same_with_and_without_drafts(embedded, prompt):
+def test_the_embedded_pair_says_the_same_with_and_without_drafts(prompt):
     def run(drafts):
         command = [*COMMAND, "generate", prompt, "--json", "--quiet", "--max-tokens", "60"]
         done = subprocess.run([*command, "--draft-len", drafts], capture_output=True, timeout=60)

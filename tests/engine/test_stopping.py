@@ -169,12 +169,13 @@ def test_cancel_between_steps_keeps_text_and_kv(target, expected, drafter):
 
 def test_close_drains_what_is_in_flight(target, drafter):
     engine = Engine(target, drafter)
-    request = Request(PROMPT, 60)
+    request, queued = Request(PROMPT, 60), Request(PROMPT, 60)
     engine.add(request)
+    engine.add(queued)
     for _ in range(6):
         engine.step()
     engine.close()
-    assert request.finish_reason == "cancelled"
+    assert request.finish_reason == queued.finish_reason == "cancelled"
     assert not engine.busy
 
 
