@@ -128,7 +128,7 @@ def generate(
     loading = None if quiet else Loading()
     pair = load_pair(
         model,
-        drafter=None if plain else drafter or "auto",
+        drafter=None if plain else "auto" if drafter is None else drafter,
         revision=revision,
         drafter_revision=drafter_revision,
         force_fit=force_fit,

@@ -29,7 +29,7 @@ def inspect(
 
     found = inspect_model(
         model,
-        drafter=drafter or "auto",
+        drafter="auto" if drafter is None else drafter,
         revision=revision,
         drafter_revision=drafter_revision,
     )

@@ -115,6 +115,8 @@ class TargetConfig:
                 f"{where}: model_type {kind!r} is not Gemma 4 ({', '.join(TARGET_TYPES)})"
             )
         nested = raw.get("text_config")
+        if nested is not None and not isinstance(nested, Mapping):
+            raise LoadError(f"{where}: text_config is not an object")
         if nested is None and not str(kind).endswith("_text"):
             raise LoadError(f"{where}: text_config is missing")
         text = _text_config(raw if nested is None else nested, where, drafter=False)
@@ -232,9 +234,17 @@ def _positive(raw: Mapping[str, Any], key: str, where: str, default: int | None 
     value = raw.get(key, default)
     if value is None:
         raise LoadError(f"{where}: {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise LoadError(f"{where}: {key} is {value!r}; it must be a whole number above 0")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
+        raise LoadError(f"{where}: {key} is {value!r}; it must be a whole number, 1 to 2^31 - 1")
     return value
+
+
+def _real(raw: Mapping[str, Any], key: str, where: str, default: float) -> float:
+    """A finite number above 0."""
+    value = raw.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
+        raise LoadError(f"{where}: {key} is {value!r}; it must be a number above 0")
+    return float(value)
 
 
 def _count(raw: Mapping[str, Any], key: str, where: str) -> int:
@@ -249,6 +259,8 @@ def _text_config(raw: Mapping[str, Any], where: str, *, drafter: bool) -> TextCo
     types = raw.get("layer_types")
     if types is None:
         types = [FULL if (i + 1) % 6 == 0 or i == layers - 1 else SLIDING for i in range(layers)]
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise LoadError(f"{where}: layer_types is {types!r}; it must be a list of names")
     if len(types) != layers or not set(types) <= {SLIDING, FULL}:
         raise LoadError(f"{where}: layer_types must name {layers} layers, each {SLIDING} or {FULL}")
     if raw.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
@@ -269,6 +281,8 @@ def _text_config(raw: Mapping[str, Any], where: str, *, drafter: bool) -> TextCo
     if drafter:
         # An assistant owns no KV whatever the field says (its default differs by version).
         shared = layers
+    elif type(shared) is not int:
+        raise LoadError(f"{where}: num_kv_shared_layers is {shared!r}; it must be a whole number")
     elif not 0 <= shared < layers or set(types[: layers - shared]) != set(types):
         raise LoadError(
             f"{where}: num_kv_shared_layers {shared} of {layers} leaves a layer type without KV"
@@ -290,7 +304,7 @@ def _text_config(raw: Mapping[str, Any], where: str, *, drafter: bool) -> TextCo
         sliding_window=_positive(raw, "sliding_window", where),
         max_position_embeddings=_positive(raw, "max_position_embeddings", where, 131072),
         rope=_rope(raw, where),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_real(raw, "rms_norm_eps", where, 1e-6),
         attention_k_eq_v=k_eq_v,
         num_kv_shared_layers=shared,
         use_double_wide_mlp=bool(raw.get("use_double_wide_mlp", False)) and not drafter,
@@ -302,7 +316,11 @@ def _text_config(raw: Mapping[str, Any], where: str, *, drafter: bool) -> TextCo
         num_experts=_positive(raw, "num_experts", where) if moe else 0,
         top_k_experts=_positive(raw, "top_k_experts", where) if moe else 0,
         moe_intermediate_size=_positive(raw, "moe_intermediate_size", where) if moe else 0,
-        final_logit_softcapping=raw.get("final_logit_softcapping"),
+        final_logit_softcapping=(
+            None
+            if raw.get("final_logit_softcapping") is None
+            else _real(raw, "final_logit_softcapping", where, 0)
+        ),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", True)),
     )
 
@@ -344,10 +362,16 @@ def _rope(raw: Mapping[str, Any], where: str) -> dict[str, Rope]:
     }
     rope = {}
     for kind in (SLIDING, FULL):
-        values = given.get(kind) or {}
-        name = values.get("rope_type")
-        if name not in ("default", "proportional") or "rope_theta" not in values:
+        values = given.get(kind) if isinstance(given, Mapping) else None
+        if not isinstance(values, Mapping) or values.get("rope_type") not in (
+            "default",
+            "proportional",
+        ):
             raise LoadError(f"{where}: rope_parameters for {kind} are {values!r}")
-        fraction = 1.0 if name == "default" else float(values.get("partial_rotary_factor", 1.0))
-        rope[kind] = Rope(float(values["rope_theta"]), fraction)
+        theta, fraction = _real(values, "rope_theta", where, 0), 1.0
+        if values["rope_type"] == "proportional":
+            fraction = _real(values, "partial_rotary_factor", where, 1.0)
+        if fraction > 1 or theta <= 1:
+            raise LoadError(f"{where}: rope_parameters for {kind} are {dict(values)!r}")
+        rope[kind] = Rope(theta, fraction)
     return rope

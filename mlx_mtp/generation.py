@@ -18,7 +18,7 @@ from mlx_mtp.engine.draft_length import check_draft_len
 from mlx_mtp.engine.requests import Request, Stats
 from mlx_mtp.engine.sampling import Sampling
 from mlx_mtp.engine.session import Engine
-from mlx_mtp.errors import UsageError
+from mlx_mtp.errors import MtpError, UsageError
 from mlx_mtp.pair import GenerationDefaults, Pair
 from mlx_mtp.text.stopping import Span, StopStrings, TextStream
 
@@ -220,6 +220,8 @@ class Generation:
             for event in self._engine.step():
                 if event.request is not self._request:
                     continue
+                if self._request.error:
+                    raise MtpError(self._request.error)
                 spans = self._text.release(event.drafted)
                 if event.finish_reason is not None:
                     spans += self._text.finish()

@@ -229,20 +229,23 @@ class Checkpoint:
         self.source, self.config, self.generation = source, config, generation or {}
 
     @classmethod
-    def open(cls, source: Source, *, tokenizer: bool = False) -> Checkpoint:
-        """Reads the configs. `tokenizer`: there must be one. Raises LoadError."""
+    def open(cls, source: Source) -> Checkpoint:
+        """Reads the configs. Raises LoadError."""
         files = source.files()
         if "config.json" not in files:
             refuse_other_formats(source)
         config = read_json(source, "config.json")
-        if tokenizer and not {"tokenizer.json", "tokenizer.model"} & set(files):
-            raise LoadError(
-                f"{source.where('tokenizer.json')} is missing (and so is tokenizer.model)"
-                f"{source.incomplete()}"
-            )
         refuse_foreign_quantization(config, source.where("config.json"))
         there = "generation_config.json" in files
         return cls(source, config, read_json(source, "generation_config.json") if there else None)
+
+    def need_tokenizer(self) -> None:
+        """Raises LoadError where there is none."""
+        if not {"tokenizer.json", "tokenizer.model"} & set(self.source.files()):
+            raise LoadError(
+                f"{self.where('tokenizer.json')} is missing (and so is tokenizer.model)"
+                f"{self.source.incomplete()}"
+            )
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -261,7 +264,7 @@ def read_json(source: Source, file: str) -> dict[str, Any]:
     """A JSON object; raises LoadError naming the file."""
     try:
         value = json.loads(source.text(file))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LoadError(f"{source.where(file)} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise LoadError(f"{source.where(file)} is not a JSON object")
@@ -282,8 +285,8 @@ def refuse_foreign_quantization(config: Mapping[str, Any], where: str) -> None:
     """Raises LoadError for weights packed by something other than MLX, named."""
     if isinstance(config.get("quantization"), Mapping):
         return
-    for level in (config, config.get("text_config") or {}):
-        block = level.get("quantization_config")
+    for level in (config, config.get("text_config")):
+        block = level.get("quantization_config") if isinstance(level, Mapping) else None
         if isinstance(block, Mapping) and (method := block.get("quant_method")):
             raise LoadError(
                 f"{where}: the weights are quantised with {method}, which MLX cannot read; "

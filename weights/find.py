@@ -40,6 +40,9 @@ def find_pair(
     """See `load.load_pair` for the arguments. Raises LoadError, PairError, UsageError."""
     if drafter is None and drafter_revision is not None:
         raise UsageError("a drafter revision was given, but no drafter")
+    for what, name in (("model", model), ("drafter", drafter), ("revision", revision)):
+        if name == "" or (name and len(name) > 4096):
+            raise UsageError(f"the {what} is {'empty' if not name else 'no name: it is too long'}")
     notices = []
     why = "named by the user"
     short = known.SHORT.get(model.lower()) if model and not Path(model).exists() else None
@@ -50,13 +53,17 @@ def find_pair(
             drafter_revision = drafter_revision or short.drafter_revision
         untried = "" if short.tried else ", a pair that was not tried by us yet"
         notices.append(f"{model} with {drafter or 'no drafter'}{untried}")
-    checkpoint = Checkpoint.open(_source(model, revision, "target"), tokenizer=True)
+    checkpoint = Checkpoint.open(_source(model, revision, "target"))
     config = TargetConfig.from_dict(checkpoint.config, checkpoint.where())
+    checkpoint.need_tokenizer()
     named = None
     if drafter is not None and (drafter != "auto" or model is None):
         why = "embedded" if drafter == "auto" else why
         named = _source(None if drafter == "auto" else drafter, drafter_revision, "drafter")
         named_config = _fitting(Checkpoint.open(named), config)
+    penalty = checkpoint.generation.get("repetition_penalty")
+    if penalty not in (None, 1, 1.0):
+        notices.append(f"{checkpoint.name} asks for repetition_penalty {penalty}: not applied")
     found = Found(config, plan_target(checkpoint, config), why=why, notices=notices)
     if named is not None:
         found.drafter = plan_drafter(*named_config)

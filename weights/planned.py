@@ -77,6 +77,7 @@ class Planned(Generic[Model]):
                     progress(f"load {self.source.name}", done, total)
         except (RuntimeError, OSError) as error:
             raise LoadError(f"{self.source.name}: a weight file cannot be read: {error}") from None
+        self._check_ordering(dict(weights))
         self.module.load_weights(weights)
         del weights, piece
         if on_cpu() and float32:
@@ -90,6 +91,16 @@ class Planned(Generic[Model]):
                 f"{self.source.name} ships an lm_head that differs from its embedding table, but "
                 "its config ties the two: the table is used"
             )
+
+    def _check_ordering(self, weights: dict[str, mx.array]) -> None:
+        """MLX reads out of bounds without an error, so ids that index a table are checked."""
+        name = "masked_embedding.token_ordering"
+        if name in weights:
+            ids = mx.sort(weights[name])
+            if not mx.array_equal(ids, mx.arange(ids.size)):
+                raise LoadError(
+                    f"{self.source.name}: {name} must hold every id from 0 to {ids.size - 1} once"
+                )
 
     def _pieces(
         self, folder: Path, float32: bool

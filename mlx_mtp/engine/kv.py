@@ -76,6 +76,12 @@ class KVLayout:
             for (k, v), (one_k, one_v) in zip(buffers, single, strict=True)
         ]
 
+    def clear_row(self, buffers: Buffers, row: int, rows: int) -> Buffers:
+        """`buffers` with zeros in one row."""
+        capacity = self.capacity(buffers) if FULL in self.text.donors else MIN_CAPACITY
+        empty = self.allocate(1, capacity)
+        return empty if rows == 1 else self.put_row(buffers, row, empty)
+
     def capacity(self, buffers: Buffers) -> int:
         """Slots of the full buffers."""
         return buffers[self.text.donors[FULL]][0].shape[2] if FULL in self.text.donors else 1 << 40

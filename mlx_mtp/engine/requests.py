@@ -61,7 +61,8 @@ class Request:
 
     `draft_len` is the most drafts a round may accept for it, 0 for plain decoding. `stop` is
     called once for every emitted token, in order, and says whether the text stops behind it.
-    The engine fills the last four fields; `tokens` never holds the EOS token.
+    The engine fills the last five fields; `tokens` never holds the EOS token, and `error` says why
+    a request ended with the finish reason "error".
     Raises UsageError for a value out of range.
     """
 
@@ -75,6 +76,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     ended_by_eos: bool = False
+    error: str = ""
     stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:

@@ -36,8 +36,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
             raise UsageError(f"temperature is {self.temperature}; it must be 0 (greedy) to 100")
-        if self.top_k < 0:
-            raise UsageError(f"top-k is {self.top_k}; it must be 0 (off) or more tokens")
+        if not 0 <= self.top_k < 1 << 31:
+            raise UsageError(f"top-k is {self.top_k}; it must be 0 (off) to 2^31 - 1 tokens")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top-p is {self.top_p}; it must be above 0 and at most 1 (off)")
         if not 0 <= self.min_p <= 1:

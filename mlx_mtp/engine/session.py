@@ -21,7 +21,7 @@ from mlx_mtp.engine.kv import BLOCK, MIN_CAPACITY, Buffers, KVLayout, capacity_f
 from mlx_mtp.engine.requests import Event, Request
 from mlx_mtp.engine.round import RoundShape, RoundState, run_round
 from mlx_mtp.engine.sampling import SamplerState, Sampling, choose, kind_of
-from mlx_mtp.errors import FitError, MtpError, UsageError
+from mlx_mtp.errors import FitError, UsageError
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.target import Target
 
@@ -231,12 +231,15 @@ class Engine:
                 continue  # it ended while this round was in flight
             *tokens, accepted, finite = result[place]
             if not finite:
+                # This row alone is lost; the others of the batch go on.
                 request.finish_reason = "error"
-                self._release([i])
-                raise MtpError(
+                request.error = (
                     "the model's logits are not finite: its weights are damaged or overflow in "
                     "this dtype"
                 )
+                events.append(Event(request, [], [], len(request.prompt)))
+                ended.append(i)
+                continue
             events.append(self._hand_out(row, request, flight, tokens, accepted, now))
             if request.finish_reason:
                 ended.append(i)
@@ -373,8 +376,14 @@ class Engine:
             row = self.rows[i]
             assert row.request is not None
             kept = row.request.prompt + row.request.tokens
+            if row.request.error:
+                # NaN in KV leaks through a mask: the row starts again from zeros.
+                kept = []
+                self._state = self._state._replace(
+                    kv=self.layout.clear_row(self._state.kv, i, len(self.rows))
+                )
             # The newest token is chosen but not in KV yet; before an EOS everything kept is.
-            whole = row.request.ended_by_eos or not row.request.tokens
+            whole = row.request.ended_by_eos or not row.request.tokens or not kept
             row.ids = kept if whole else kept[:-1]
             row.request, row.length, row.ahead = None, len(row.ids), 0
         if rows:

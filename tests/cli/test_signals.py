@@ -11,6 +11,7 @@ import time
 import pytest
 
 from tests.cli.conftest import COMMAND, environment
+from tests.cli.pairs import write_pair
 
 # A second is what a user would take for prompt; the rest is for a machine with other work.
 PROMPT_EXIT = 2.5
@@ -54,8 +55,13 @@ def test_h19_while_decoding_the_text_is_kept(model, signals, code):
     assert first + rest
 
 
-def test_h19_json_of_a_part(model):
-    process = start(model, "--max-tokens", "20000", "--json")
+def test_h19_json_of_a_part(tmp_path):
+    endless = write_pair(tmp_path, positions=60000)
+    config = json.loads((endless / "config.json").read_text())
+    for level in (config, config.get("text_config", {})):
+        level["eos_token_id"] = None
+    (endless / "config.json").write_text(json.dumps(config))
+    process = start(endless, "--max-tokens", "20000", "--json")
     time.sleep(2)
     code, out, _ = stop(process, signal.SIGINT)
     found = json.loads(out)

@@ -230,6 +230,7 @@ def test_the_kind_of_a_batch():
         ({"temperature": -0.1}, "temperature is -0.1; it must be 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_k": -1}, "top-k is -1"),
+        ({"top_k": 1 << 40}, "top-k is 1099511627776; it must be 0"),
         ({"top_p": 0.0}, "top-p is 0.0; it must be above 0"),
         ({"top_p": 1.5}, "top-p is 1.5"),
         ({"min_p": 2.0}, "min-p is 2.0"),

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_mtp.engine.requests import Request
 from mlx_mtp.engine.session import Engine
-from mlx_mtp.errors import FitError, MtpError, UsageError
+from mlx_mtp.errors import FitError, UsageError
 
 from .pairs import PROMPT, VOCAB, WINDOW, ScriptedDrafter, make_target, plain, run
 
@@ -219,5 +219,35 @@ def test_nan_weights_are_an_error_not_text(target):
     """Case C10, G26: logits that are not finite end the request."""
     damaged = make_target()
     damaged.norm.weight = damaged.norm.weight * float("nan")
-    with pytest.raises(MtpError, match="not finite"):
-        run(Engine(damaged), Request(PROMPT, 5))
+    request = Request(PROMPT, 5)
+    assert run(Engine(damaged), request) == [[]]
+    assert request.finish_reason == "error"
+    assert "not finite" in request.error
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_row_that_breaks_takes_no_other_with_it(rows):
+    """Cases C12, H22: one token's embedding is NaN. The request that meets it ends in an error, the
+    rows beside it lose nothing, and later requests find a clean row."""
+    damaged = make_target()
+    good = [[3, 1, 4], [2, 7, 1, 8]]
+    alone = [plain(damaged, prompt, 30) for prompt in good]
+    said = {token for tokens in [*good, *alone] for token in tokens}
+    poison = next(token for token in range(VOCAB) if token not in said)
+    table = damaged.embed_tokens_per_layer.weight
+    table[poison] = float("nan")
+    damaged.embed_tokens_per_layer.weight = table
+    engine = Engine(damaged, rows=rows)
+    bad = Request([5, poison, 5], 30)
+    requests = [Request(good[0], 30), bad, Request(good[1], 30)]
+    for request in requests:
+        engine.add(request)
+    seen: dict[int, list[int]] = {id(request): [] for request in requests}
+    while engine.busy:
+        for event in engine.step():
+            seen[id(event.request)] += event.tokens
+    assert bad.finish_reason == "error"
+    assert [requests[0].tokens, requests[2].tokens] == alone
+    assert all(seen[id(request)] == request.tokens for request in requests)
+    for prompt, wanted in zip(good, alone, strict=True):
+        assert run(engine, Request(prompt, 30)) == [wanted]

@@ -155,7 +155,7 @@ def test_case_g27_a_gguf_folder_without_config_is_named_too(tmp_path: Path) -> N
 def test_case_g27_a_folder_without_tokenizer(tmp_path: Path) -> None:
     source = Folder.at(write_target(tmp_path))
     with pytest.raises(LoadError, match=r"tokenizer\.json is missing"):
-        Checkpoint.open(source, tokenizer=True)
+        Checkpoint.open(source).need_tokenizer()
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])

@@ -269,6 +269,19 @@ def test_case_d08_token_ordering_may_be_int32(tmp_path: Path) -> None:
     assert same(wide, load_drafter(write_drafter(tmp_path / "narrow", change=narrow)))
 
 
+@pytest.mark.parametrize("wrong", [10**9, -1, 0])
+def test_ids_that_index_a_table_are_checked(tmp_path: Path, wrong: int) -> None:
+    """MLX would read out of bounds: every id has to be there once."""
+
+    def damage(tensors: dict[str, mx.array]) -> None:
+        order = tensors["masked_embedding.token_ordering"]
+        tensors["masked_embedding.token_ordering"] = mx.full(order.shape, wrong, order.dtype)
+
+    assert "must hold every id from 0 to" in refused(
+        write_drafter(tmp_path, change=damage), load_drafter
+    )
+
+
 def test_case_d11_intermediate_size_of_a_drafter(tmp_path: Path) -> None:
     folder = write_drafter(tmp_path)
     config = drafter_config()
