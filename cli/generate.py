@@ -147,7 +147,9 @@ def generate(
     view = (
         Silent()
         if as_json
-        else view_for(stream=not no_stream, draft_len=generation.settings["draft_len"])
+        else view_for(
+            stream=not no_stream, live=not quiet, draft_len=generation.settings["draft_len"]
+        )
     )
     with signals.deferred(view.abandon):
         try:

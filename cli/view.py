@@ -31,8 +31,8 @@ class View(Protocol):
         """Called, from another thread, if the process must end in the middle of a step."""
 
 
-def view_for(*, stream: bool, draft_len: int) -> View:
-    if stream and speaks_ansi(sys.stdout):
+def view_for(*, stream: bool, live: bool, draft_len: int) -> View:
+    if stream and live and speaks_ansi(sys.stdout):
         return Live(draft_len)
     return Plain() if stream else Whole()
 

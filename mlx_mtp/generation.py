@@ -137,6 +137,8 @@ class Generation:
     def __init__(
         self, pair: Pair, prompt: list[int], options: Options, engine: Engine | None = None
     ) -> None:
+        if engine is not None and engine.busy:
+            raise UsageError("the engine is busy with another generation; close that one first")
         sampling = options.sampling(pair.defaults)
         self._pair = pair
         self._text = TextStream(pair.tokenizer, options.stop)

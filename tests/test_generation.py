@@ -26,6 +26,8 @@ EOS = 1
 class ScriptedEngine:
     """Answers with given blocks; in each, all tokens but the last were drafted."""
 
+    busy = False
+
     kv_bytes = 7
 
     def __init__(self, blocks):
@@ -320,3 +322,13 @@ def test_the_json_object_has_what_the_readme_says(pair):
     assert list(found["timing"]) == ["load_s", "first_token_s", "prompt_tps", "decode_tps"]
     assert found["memory"]["weights_bytes"] == pair.weights_bytes > 0
     assert found["memory"]["kv_bytes"] > 0 < found["memory"]["peak_bytes"]
+
+
+def test_a_busy_engine_is_refused(pair):
+    """Two streams on one engine of one row would take each other's pieces."""
+    engine = Engine(pair.target, pair.drafter)
+    with stream(pair, "hello", Options(max_tokens=8), engine=engine) as first:
+        next(iter(first))
+        with pytest.raises(UsageError, match="engine is busy"):
+            stream(pair, "hello", engine=engine)
+    assert generate(pair, "hello", Options(max_tokens=4), engine=engine).token_ids
