@@ -76,11 +76,10 @@ class KVLayout:
             for (k, v), (one_k, one_v) in zip(buffers, single, strict=True)
         ]
 
-    def clear_row(self, buffers: Buffers, row: int, rows: int) -> Buffers:
+    def clear_row(self, buffers: Buffers, row: int) -> Buffers:
         """`buffers` with zeros in one row."""
-        capacity = self.capacity(buffers) if FULL in self.text.donors else MIN_CAPACITY
-        empty = self.allocate(1, capacity)
-        return empty if rows == 1 else self.put_row(buffers, row, empty)
+        empty = [(mx.zeros_like(k[:1]), mx.zeros_like(v[:1])) for k, v in buffers]
+        return self.put_row(buffers, row, empty)
 
     def capacity(self, buffers: Buffers) -> int:
         """Slots of the full buffers."""

@@ -379,9 +379,7 @@ class Engine:
             if row.request.error:
                 # NaN in KV leaks through a mask: the row starts again from zeros.
                 kept = []
-                self._state = self._state._replace(
-                    kv=self.layout.clear_row(self._state.kv, i, len(self.rows))
-                )
+                self._state = self._state._replace(kv=self.layout.clear_row(self._state.kv, i))
             # The newest token is chosen but not in KV yet; before an EOS everything kept is.
             whole = row.request.ended_by_eos or not row.request.tokens or not kept
             row.ids = kept if whole else kept[:-1]
