@@ -49,7 +49,8 @@ def test_the_summary_does_not_run_on_behind_the_text(generate):
 
 
 def test_json_is_one_object_with_the_settings_in_force(generate):
-    done = generate("hi", *SHORT, "--json", "--temp", "0.7", "--stop", "<x>", "--draft-len", "2")
+    asked = ("--temp", "0.7", "--seed", "3", "--stop", "<x>", "--draft-len", "2")
+    done = generate("hi", *SHORT, "--json", *asked)
     assert done.stderr == b""
     found = json.loads(done.stdout)
     assert found["finish_reason"] == "length"
@@ -57,7 +58,16 @@ def test_json_is_one_object_with_the_settings_in_force(generate):
     assert found["settings"]["stop"] == ["<x>"]
     assert len(found["speculation"]["accepted_by_position"]) == 2
     assert found["speculation"]["drafted"] > 0
-    assert 0 <= found["settings"]["seed"] < 1 << 32
+    assert found["settings"]["seed"] == 3
+
+
+def test_a_seed_that_was_not_given_is_drawn_and_shown(generate):
+    seeds = {
+        json.loads(generate("hi", "--max-tokens", "1", "--json").stdout)["settings"]["seed"]
+        for _ in range(2)
+    }
+    assert len(seeds) == 2
+    assert all(0 <= seed < 1 << 32 for seed in seeds)
 
 
 def test_h18_an_argument_is_taken_as_it_is(generate, model):
