@@ -61,6 +61,7 @@ class Pair:
 
     notices: lines for the user, one each. weights_bytes: both models as they lie in memory.
     load_s: seconds that loading took. A revision is a commit of the hub, None for a plain folder.
+    drafter_bits: bits of the drafter's matrices in memory, 0 for floats, None without a drafter.
     memory_limit: bytes that weights and KV may take, None for no limit. restore_limits: puts MLX's
     wired limit, which loading raised on Metal, back to what it was.
     """
@@ -74,6 +75,7 @@ class Pair:
     revision: str | None = None
     drafter_name: str | None = None
     drafter_revision: str | None = None
+    drafter_bits: int | None = None
     notices: list[str] = field(default_factory=list)
     weights_bytes: int = 0
     load_s: float = 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from mlx_mtp.errors import LoadError
+from mlx_mtp.errors import LoadError, UsageError
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.layers import on_cpu
 from mlx_mtp.models.target import Target
@@ -19,6 +19,8 @@ from mlx_mtp.weights.checkpoint import Checkpoint, Folder, Progress
 from mlx_mtp.weights.find import find_pair
 from mlx_mtp.weights.planned import Model, Planned, plan_drafter, plan_target
 
+DRAFTER_BITS = (0, 4, 6, 8)
+
 
 def load_pair(
     model: str | None = None,
@@ -26,6 +28,7 @@ def load_pair(
     drafter: str | None = "auto",
     revision: str | None = None,
     drafter_revision: str | None = None,
+    drafter_bits: int | None = None,
     force_fit: bool = False,
     progress: Progress | None = None,
 ) -> Pair:
@@ -33,16 +36,24 @@ def load_pair(
 
     model: a folder, a hub id, a short name (`known.SHORT`), or None for the embedded pair.
     drafter: a folder or a hub id, "auto" to find the one that fits, None for plain decoding.
+    drafter_bits: what the drafter is quantised to as it is read: 4, 6 or 8; 0 leaves it as stored;
+    None is 8 on a GPU and 0 on the CPU, where packed weights are slower. A drafter that is stored
+    quantised stays as it is.
     force_fit: load even where memory or disk will not do.
     progress: called with (what, bytes done, bytes in all) while weights come in.
     Raises LoadError, PairError, FitError and UsageError; every check comes before any weight.
     """
     started = time.perf_counter()
+    if drafter_bits not in (None, *DRAFTER_BITS):
+        raise UsageError(f"drafter bits are {drafter_bits}; they must be one of {DRAFTER_BITS}")
+    if drafter is None and drafter_bits is not None:
+        raise UsageError("drafter bits were given, but no drafter")
     found = find_pair(model, drafter, revision, drafter_revision)
     target, assistant = found.target, found.drafter
     planned: list[Planned[Target] | Planned[Drafter]] = [target]
     if assistant is not None:
         planned.append(assistant)
+        drafter_bits = _pack(assistant, drafter_bits)
     float32 = _float32_pays(target)
     if not force_fit:
         fit.check(
@@ -89,6 +100,7 @@ def load_pair(
         revision=target.source.revision,
         drafter_name=None if assistant is None else assistant.source.name,
         drafter_revision=None if assistant is None else assistant.source.revision,
+        drafter_bits=None if assistant is None else drafter_bits,
         notices=[
             *found.notices,
             *(notice for p in planned for notice in p.notices),
@@ -115,6 +127,24 @@ def load_drafter(folder: str | Path, *, float32: bool | None = None) -> Drafter:
 def _alone(planned: Planned[Model], float32: bool | None) -> Model:
     planned.read(float32=_float32_pays(planned) if float32 is None else float32)
     return planned.module
+
+
+def _pack(drafter: Planned[Drafter], bits: int | None) -> int:
+    """Has the drafter quantised as it is read; returns the bits of its matrices, 0 for floats.
+    Raises UsageError where its matrices are packed already, and not in that many bits."""
+    stored = [scheme["bits"] for scheme in drafter.quantized.values()]
+    if stored:
+        if bits and set(stored) != {bits}:
+            raise UsageError(
+                f"{drafter.source.name} is stored in {max(stored)} bits and is not quantised again "
+                f"to {bits}; leave drafter bits away, or name an unquantised drafter"
+            )
+        return max(stored)
+    if bits is None:
+        bits = 0 if on_cpu() else 8
+    if bits:
+        drafter.pack(bits)
+    return bits
 
 
 def _float32_pays(planned: Planned[Model]) -> bool:

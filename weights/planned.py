@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_mtp.config import DrafterConfig, TargetConfig, TextConfig
@@ -19,6 +21,7 @@ from mlx_mtp.weights import layout
 from mlx_mtp.weights.checkpoint import SMALL_FILES, Checkpoint, Folder, Progress, Source, Tensor
 
 PIECE = 256 << 20  # bytes that are read before they are evaluated
+_LEAVES = ("weight", "scales", "biases")
 Model = TypeVar("Model", Target, Drafter)
 
 
@@ -26,7 +29,8 @@ Model = TypeVar("Model", Target, Drafter)
 class Planned(Generic[Model]):
     """A checkpoint whose tensors are known to fit its config; none of their data is read yet.
 
-    quantized: path of a layer -> its bits, group size and mode.
+    quantized: path of a layer -> its bits, group size and mode. packed: the same for layers that
+    are stored as floats and quantised as they are read.
     """
 
     checkpoint: Checkpoint
@@ -34,6 +38,7 @@ class Planned(Generic[Model]):
     plan: layout.Plan
     module: Model
     quantized: dict[str, dict[str, Any]]
+    packed: dict[str, dict[str, Any]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
 
     @property
@@ -47,14 +52,44 @@ class Planned(Generic[Model]):
         small: set[str] = set(wanted) & set(self.source.files())
         return [*sorted(small), *self.plan.files]
 
+    def pack(self, bits: int) -> None:
+        """Has `read` quantise every matrix, the head included, as it comes in."""
+        left = []
+
+        def decide(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+            if not hasattr(layer, "to_quantized"):
+                return False
+            width = layer.weight.shape[-1]
+            group = next((g for g in (64, 32) if width % g == 0), None)
+            if group is None:
+                left.append(path)
+                return False
+            self.packed[path] = {"group_size": group, "bits": bits, "mode": "affine"}
+            return self.packed[path]
+
+        nn.quantize(self.module, class_predicate=decide)
+        if left:
+            self.notices.append(
+                f"{self.source.name}: {len(left)} matrices stay as stored, {left[0]} for one: no "
+                "group size divides their width"
+            )
+
     def nbytes(self, float32: bool) -> int:
         """Bytes in memory once loaded, floats as stored or (on the CPU) all in float32."""
+        grown = {"I64": 0.5, **({"F16": 2, "BF16": 2} if float32 else {})}
         total = 0
+        clusters = "masked_embedding.token_ordering" in self.plan.parts
         for name, part in self.plan.parts.items():
-            size = part.nbytes * (2 if float32 and part.tensor.dtype in ("F16", "BF16") else 1)
-            # lay_out_for_cpu gives a tied head a table of its own.
-            head = name == "embed_tokens.weight" and self.text.tie_word_embeddings
-            total += size * (2 if float32 and head and "embed_tokens" not in self.quantized else 1)
+            size = int(part.nbytes * grown.get(part.tensor.dtype, 1))
+            if scheme := self.packed.get(name.removesuffix(".weight")):
+                # Each group has a scale and a bias in the dtype of the floats.
+                size = 2 * size // scheme["group_size"]
+                size += math.prod(part.shape) * scheme["bits"] // 8
+            elif name == "embed_tokens.weight" and self.text.tie_word_embeddings:
+                # lay_out_for_cpu gives a tied head a table of its own.
+                own = float32 and "embed_tokens" not in self.quantized and not clusters
+                size *= 2 if own else 1
+            total += size
         return total
 
     def loaded_bytes(self) -> int:
@@ -120,7 +155,13 @@ class Planned(Generic[Model]):
             for name, parts in tensors.items():
                 array = lazy.pop(name)
                 for key, part in parts:
-                    piece.append((key, _prepare(array, part, float32)))
+                    ready = _prepare(array, part, float32)
+                    path = key.removesuffix(".weight")
+                    if scheme := self.packed.get(path):
+                        leaves = zip(_LEAVES, mx.quantize(ready, **scheme), strict=True)
+                        piece += [(f"{path}.{leaf}", a) for leaf, a in leaves]
+                    else:
+                        piece.append((key, ready))
                     size += part.nbytes
                 if size >= PIECE:
                     yield piece, size
