@@ -4,32 +4,57 @@ Layers that attend to everything have a buffer of `capacity` slots that grows by
 sliding layers have a ring of C slots where position p lives in slot p mod C. A row's committed
 length is an array beside the buffers: rollback is that number being smaller, nothing is copied.
 
+With `bits`, full layers keep K and V packed (mx.quantize, affine): every pass, the drafter's too,
+sees a position as it was quantised when it was written, so text does not depend on the draft length
+or on prefill chunks. Rings keep the model's dtype: they do not grow, and a window of them is
+smaller than the packed rest from some thousand positions on.
+
 MLX writes out of bounds without an error, so the caller keeps an upper bound of every row's
 length on the host, and `view` refuses a pass that might reach past the end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from mlx_mtp.config import FULL, SLIDING, TextConfig
 from mlx_mtp.engine.draft_length import MAX_DRAFT
+from mlx_mtp.errors import UsageError
 from mlx_mtp.models.layers import KVKey, on_cpu
 
-Buffers = list[tuple[mx.array, mx.array]]  # per layer that owns KV: K and V [B, kv_heads, slots, D]
+# Per layer that owns KV: K and V [B, kv_heads, slots, D], or both as (packed, scales, biases).
+LayerKV = tuple[mx.array, ...]
+Buffers = list[LayerKV]
+Product = Callable[[mx.array], mx.array]
 
 BLOCK = MAX_DRAFT + 1  # the most tokens that one verify pass writes
 MIN_CAPACITY = 256
+GROUP_SIZES = (64, 32)  # of quantised KV: the first that divides the head dim
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The shape of the buffers for one target."""
+    """The shape of the buffers for one target. bits: 8 or 4 to quantise full layers' KV.
+
+    Raises UsageError for other bits, or where no group size divides the head dim.
+    """
 
     text: TextConfig
     dtype: mx.Dtype
+    bits: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits not in (None, 8, 4):
+            raise UsageError(f"KV can be quantised to 8 or 4 bits, not {self.bits}")
+        head_dim = self.text.head_dim_of(FULL)
+        if self.bits and head_dim % GROUP_SIZES[-1]:
+            raise UsageError(
+                f"KV of head dim {head_dim} cannot be quantised: it is no multiple of "
+                f"{GROUP_SIZES[-1]}; leave kv bits away"
+            )
 
     @property
     def ring(self) -> int:
@@ -37,53 +62,105 @@ class KVLayout:
         written past it, and the window behind the stop must still stand: W + 2 blocks."""
         return -(-(self.text.sliding_window + 2 * BLOCK) // 16) * 16
 
+    @property
+    def group(self) -> int:
+        """Values of a head dim that share a scale and a bias."""
+        head_dim = self.text.head_dim_of(FULL)
+        return next(size for size in GROUP_SIZES if head_dim % size == 0)
+
+    def encode(self, kind: str, keys: mx.array, values: mx.array) -> LayerKV:
+        """K and V [..., D] as a layer of type `kind` keeps them."""
+        keys, values = keys.astype(self.dtype), values.astype(self.dtype)
+        if kind != FULL or self.bits is None:
+            return keys, values
+        return (
+            *mx.quantize(keys, self.group, self.bits),
+            *mx.quantize(values, self.group, self.bits),
+        )
+
+    def decode(self, kv: LayerKV) -> LayerKV:
+        """K and V out of what `encode` made of them."""
+        if len(kv) == 2:
+            return kv
+        keys, key_scales, key_biases, values, scales, biases = kv
+        return (
+            mx.dequantize(keys, key_scales, key_biases, self.group, self.bits),
+            mx.dequantize(values, scales, biases, self.group, self.bits),
+        )
+
+    def packed_products(self, kv: LayerKV) -> tuple[Product, Product]:
+        """Multiplication by packed K^T and by packed V."""
+        keys, key_scales, key_biases, values, scales, biases = kv
+        group, bits = self.group, self.bits
+        return (
+            lambda x: mx.quantized_matmul(x, keys, key_scales, key_biases, True, group, bits),
+            lambda x: mx.quantized_matmul(x, values, scales, biases, False, group, bits),
+        )
+
     def allocate(self, rows: int, capacity: int) -> Buffers:
         """Zeros: whatever never was written must not be NaN, which would leak through a mask."""
         buffers = []
-        for kind in self.text.layer_types[: self.text.num_owners]:
+        for kind in self._kinds:
             slots = capacity if kind == FULL else self.ring
-            shape = (rows, self.text.kv_heads_of(kind), slots, self.text.head_dim_of(kind))
-            buffers.append((mx.zeros(shape, self.dtype), mx.zeros(shape, self.dtype)))
+            one = mx.zeros((1, 1, 1, self.text.head_dim_of(kind)), self.dtype)
+            shape = (rows, self.text.kv_heads_of(kind), slots)
+            parts = self.encode(kind, one, one)
+            buffers.append(tuple(mx.zeros((*shape, p.shape[-1]), p.dtype) for p in parts))
         return buffers
 
     def nbytes(self, rows: int, capacity: int) -> int:
         """Bytes that `allocate` takes."""
         total = 0
-        for kind in self.text.layer_types[: self.text.num_owners]:
+        for kind in self._kinds:
             slots = capacity if kind == FULL else self.ring
-            total += slots * self.text.kv_bytes_per_token(kind, self.dtype.size)
+            token = self.text.kv_bytes_per_token(kind, self.dtype.size)
+            if kind == FULL and self.bits:
+                # Of each group its packed values, a scale and a bias.
+                groups = token // self.dtype.size // self.group
+                token = groups * (self.group * self.bits // 8 + 2 * self.dtype.size)
+            total += slots * token
         return rows * total
 
     def grow(self, buffers: Buffers, capacity: int) -> Buffers:
         """The same KV in full buffers of `capacity` slots; rings stay as they are."""
         grown: Buffers = []
-        for kind, pair in zip(self.text.layer_types, buffers, strict=False):
+        for kind, layer in zip(self._kinds, buffers, strict=True):
             if kind == FULL:
-                more = [(0, 0), (0, 0), (0, capacity - pair[0].shape[2]), (0, 0)]
-                pair = (mx.pad(pair[0], more), mx.pad(pair[1], more))
-            grown.append(pair)
+                more = [(0, 0), (0, 0), (0, capacity - layer[0].shape[2]), (0, 0)]
+                layer = tuple(mx.pad(part, more) for part in layer)
+            grown.append(layer)
         return grown
+
+    def rows(self, buffers: Buffers, index: list[int]) -> Buffers:
+        """A copy of those rows, in that order; a row may come twice."""
+        at = mx.array(index)
+        return [tuple(mx.take(part, at, 0) for part in layer) for layer in buffers]
 
     def take_row(self, buffers: Buffers, row: int) -> Buffers:
         """A copy of one row, as buffers of one row."""
-        return [(k[row : row + 1], v[row : row + 1]) for k, v in buffers]
+        return self.rows(buffers, [row])
 
     def put_row(self, buffers: Buffers, row: int, single: Buffers) -> Buffers:
         """`buffers` with one row's slots replaced by those of `single`, which has no more."""
         at = mx.array([row])
         return [
-            (mx.slice_update(k, one_k, at, axes=[0]), mx.slice_update(v, one_v, at, axes=[0]))
-            for (k, v), (one_k, one_v) in zip(buffers, single, strict=True)
+            tuple(mx.slice_update(p, q, at, axes=[0]) for p, q in zip(layer, one, strict=True))
+            for layer, one in zip(buffers, single, strict=True)
         ]
 
     def clear_row(self, buffers: Buffers, row: int) -> Buffers:
         """`buffers` with zeros in one row."""
-        empty = [(mx.zeros_like(k[:1]), mx.zeros_like(v[:1])) for k, v in buffers]
+        empty = [tuple(mx.zeros_like(part[:1]) for part in layer) for layer in buffers]
         return self.put_row(buffers, row, empty)
 
     def capacity(self, buffers: Buffers) -> int:
         """Slots of the full buffers."""
         return buffers[self.text.donors[FULL]][0].shape[2] if FULL in self.text.donors else 1 << 40
+
+    @property
+    def _kinds(self) -> Sequence[str]:
+        """The types of the layers that own KV."""
+        return self.text.layer_types[: self.text.num_owners]
 
     def view(self, buffers: Buffers, length: mx.array, tokens: int, bound: int) -> View:
         """A pass that writes `tokens` (1 or more) after each row's `length` [B] and attends.
@@ -122,7 +199,6 @@ def _store(buffer: mx.array, new: mx.array, slots: mx.array, run: bool) -> mx.ar
     Both forms write in place where nothing else holds the buffer; put_along_axis and where would
     copy all of it.
     """
-    new = new.astype(buffer.dtype)
     if run:
         return mx.slice_update(buffer, new, slots[0, :1], axes=[2])
     rows = mx.arange(buffer.shape[0])[:, None]
@@ -131,53 +207,80 @@ def _store(buffer: mx.array, new: mx.array, slots: mx.array, run: bool) -> mx.ar
     return buffer
 
 
-def _attention_on_cpu(
-    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array
+def attention(
+    queries: mx.array, kv_heads: int, score: Product, mix: Product, mask: mx.array
 ) -> mx.array:
-    """scaled_dot_product_attention at scale 1, written for the CPU's reference BLAS: all query
-    heads of a kv head in one product, and keys laid out anew, which costs less than the half of
-    the product's time that it saves."""
+    """scaled_dot_product_attention at scale 1, written out: `score` multiplies by K^T and `mix` by
+    V. All query heads of a kv head are rows of one product, so that K and V are read once."""
     B, heads, T, D = queries.shape
-    kv_heads, slots = keys.shape[1], keys.shape[2]
-    folded = queries.reshape(B, kv_heads, heads // kv_heads * T, D)
-    scores = folded @ mx.contiguous(keys.swapaxes(-1, -2))
+    scores = score(queries.reshape(B, kv_heads, heads // kv_heads * T, D))
+    slots = scores.shape[-1]
     scores = scores.reshape(B, kv_heads, heads // kv_heads, T, slots)
     # A finite floor: a row that sees nothing (an unused one of a batch) must not become NaN.
     scores = mx.where(mask[:, :, None], scores, mx.finfo(scores.dtype).min)
     weights = mx.softmax(scores, -1, precise=True)
-    return (weights.reshape(B, kv_heads, -1, slots) @ values).reshape(B, heads, T, D)
+    return mix(weights.reshape(B, kv_heads, -1, slots)).reshape(B, heads, T, D)
 
 
 class View:
     """One pass over the buffers; afterwards `buffers` holds them with what was written.
 
     offset: int32 [B], the position of each row's first query. masks: per type of layer, bool
-    [B, 1, T, slots], made once a pass.
+    [B, 1, T, slots], made once a pass. A layer's KV is written before it is first attended to.
     """
 
     def __init__(self, layout: KVLayout, buffers: Buffers, offset: mx.array, slots: int):
         self.layout, self.buffers, self.offset, self.slots = layout, list(buffers), offset, slots
         self.masks: dict[str, mx.array] = {}
+        self._products: dict[int, tuple[Product, Product]] = {}
 
     def write(self, key: KVKey, keys: mx.array, values: mx.array) -> None:
         raise AssertionError("this pass only reads")
 
+    def store(self, layer: int, new: LayerKV, places: mx.array, run: bool) -> None:
+        self.buffers[layer] = tuple(
+            _store(old, part, places, run)
+            for old, part in zip(self.buffers[layer], new, strict=True)
+        )
+
     def attend(self, key: KVKey, queries: mx.array) -> mx.array:
         """[B, heads, T, D] over what is committed and what this pass wrote."""
-        kind, keys, values = self.read(key)
+        layer = self.layer(key)
+        kind, kv = self.layout.text.layer_types[layer], self.read(layer)
         mask = self.masks[kind]
-        if on_cpu():
-            return _attention_on_cpu(queries, keys, values, mask)
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask)
+        if len(kv) == 2 and not on_cpu():
+            return mx.fast.scaled_dot_product_attention(queries, *kv, scale=1.0, mask=mask)
+        return attention(queries, kv[0].shape[1], *self.products(layer), mask)
 
-    def read(self, key: KVKey) -> tuple[str, mx.array, mx.array]:
-        """The type of the layer `key`, its keys and its values as this pass attends to them."""
-        layer = int(key)
-        kind = self.layout.text.layer_types[layer]
-        keys, values = self.buffers[layer]
-        if kind == FULL:
-            keys, values = keys[:, :, : self.slots], values[:, :, : self.slots]
-        return kind, keys, values
+    def layer(self, key: KVKey) -> int:
+        """The layer that owns the KV that `key` names."""
+        return int(key)
+
+    def read(self, layer: int) -> LayerKV:
+        """What this pass attends to of a layer's buffers."""
+        kv = self.buffers[layer]
+        if self.layout.text.layer_types[layer] == FULL:
+            kv = tuple(part[:, :, : self.slots] for part in kv)
+        return kv
+
+    def products(self, layer: int) -> tuple[Product, Product]:
+        """Multiplication by a layer's K^T and by its V.
+
+        A GPU multiplies by packed KV as it lies: dequantised it would be written and read again,
+        more bytes than unquantised KV. On the CPU, whose quantised product is slow and in half
+        precision wrong by percents, it is dequantised; there keys are also laid out anew, which
+        costs less than the half of the product's time that it saves. Both serve all layers that
+        share the KV, and all steps of a drafter.
+        """
+        if layer not in self._products:
+            kv = self.read(layer)
+            if len(kv) == 6 and not on_cpu():
+                self._products[layer] = self.layout.packed_products(kv)
+            else:
+                keys, values = self.layout.decode(kv)
+                laid_out = mx.contiguous(keys.swapaxes(-1, -2))
+                self._products[layer] = lambda x: x @ laid_out, lambda x: x @ values
+        return self._products[layer]
 
     def last(self) -> View:
         return LastView(self)
@@ -210,15 +313,11 @@ class BlockView(View):
         self._mask(at, self._ring_positions(length + (tokens - 1)))
 
     def write(self, key: KVKey, keys: mx.array, values: mx.array) -> None:
-        kind = self.layout.text.layer_types[int(key)]
+        layer, kind = int(key), self.layout.text.layer_types[int(key)]
         places = self.places[kind]
         # A block of several tokens may wrap around the end of a ring.
         run = places.shape[0] == 1 and (kind == FULL or self.tokens == 1)
-        old_keys, old_values = self.buffers[int(key)]
-        self.buffers[int(key)] = (
-            _store(old_keys, keys, places, run),
-            _store(old_values, values, places, run),
-        )
+        self.store(layer, self.layout.encode(kind, keys, values), places, run)
 
 
 class PrefillView(View):
@@ -233,29 +332,24 @@ class PrefillView(View):
         self.at = length[:, None] + mx.arange(tokens)
         before = self._ring_positions(length - 1)
         self._mask(self.at, mx.concatenate([before, self.at[:, None, None, :]], -1))
-        self.chunks: dict[int, tuple[mx.array, mx.array]] = {}
+        self.chunks: dict[int, LayerKV] = {}
 
     def write(self, key: KVKey, keys: mx.array, values: mx.array) -> None:
-        layer = int(key)
-        old_keys, old_values = self.buffers[layer]
+        layer, kind = int(key), self.layout.text.layer_types[int(key)]
+        new = self.layout.encode(kind, keys, values)
         places, run = self.at, self.at.shape[0] == 1
-        if self.layout.text.layer_types[layer] == SLIDING:
-            self.chunks[layer] = (
-                mx.concatenate([old_keys, keys.astype(old_keys.dtype)], 2),
-                mx.concatenate([old_values, values.astype(old_values.dtype)], 2),
+        if kind == SLIDING:
+            self.chunks[layer] = tuple(
+                mx.concatenate([old, part], 2)
+                for old, part in zip(self.buffers[layer], new, strict=True)
             )
             kept = min(self.tokens, self.layout.ring)
             places, run = self.at[:, -kept:] % self.layout.ring, False
-            keys, values = keys[:, :, -kept:], values[:, :, -kept:]
-        self.buffers[layer] = (
-            _store(old_keys, keys, places, run),
-            _store(old_values, values, places, run),
-        )
+            new = tuple(part[:, :, -kept:] for part in new)
+        self.store(layer, new, places, run)
 
-    def read(self, key: KVKey) -> tuple[str, mx.array, mx.array]:
-        if int(key) in self.chunks:
-            return SLIDING, *self.chunks[int(key)]
-        return super().read(key)
+    def read(self, layer: int) -> LayerKV:
+        return self.chunks[layer] if layer in self.chunks else super().read(layer)
 
 
 class LastView(View):
@@ -267,8 +361,11 @@ class LastView(View):
         self.masks = {kind: mask[:, :, -1:] for kind, mask in whole.masks.items()}
         self.whole = whole
 
-    def read(self, key: KVKey) -> tuple[str, mx.array, mx.array]:
-        return self.whole.read(key)
+    def read(self, layer: int) -> LayerKV:
+        return self.whole.read(layer)
+
+    def products(self, layer: int) -> tuple[Product, Product]:
+        return self.whole.products(layer)
 
 
 class DonorView(View):
@@ -279,5 +376,5 @@ class DonorView(View):
         super().__init__(layout, buffers, length - 1, slots)
         self._mask(self.offset[:, None], self._ring_positions(self.offset))
 
-    def read(self, key: KVKey) -> tuple[str, mx.array, mx.array]:
-        return super().read(self.layout.text.donors[str(key)])
+    def layer(self, key: KVKey) -> int:
+        return self.layout.text.donors[str(key)]

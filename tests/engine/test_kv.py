@@ -13,14 +13,23 @@ from mlx_mtp.engine.kv import (
     BLOCK,
     MIN_CAPACITY,
     KVLayout,
-    _attention_on_cpu,
     attended,
+    attention,
     capacity_for,
 )
 from mlx_mtp.engine.requests import Request
-from mlx_mtp.engine.session import Engine
 
-from .pairs import PROMPT, WINDOW, Schedule, ScriptedDrafter, make_drafter, make_target, plain, run
+from .pairs import (
+    PROMPT,
+    WINDOW,
+    Engine,
+    Schedule,
+    ScriptedDrafter,
+    make_drafter,
+    make_target,
+    plain,
+    run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +112,18 @@ def test_every_border_of_capacity_with_a_round_in_flight(target, start):
         assert run(Engine(target, drafter), Request(prompt, 24, draft_len=draft_len)) == [wanted]
 
 
+def _junk(like: mx.array, rng: random.Random) -> mx.array:
+    if like.dtype == mx.uint32:
+        return mx.random.randint(0, 1 << 31, like.shape).astype(mx.uint32)
+    return 1e3 * rng.choice([-1, 1]) * (1 + mx.random.uniform(shape=like.shape))
+
+
 def _poison(engine: Engine, rng: random.Random) -> None:
     """Write garbage into every slot that no row has committed."""
-    layout, state = engine.layout, engine._state
+    layout, state = engine.layout, engine._batch.state
     poisoned = []
-    for kind, (k, v) in zip(layout.text.layer_types, state.kv, strict=False):
-        slots = mx.arange(k.shape[2])
+    for kind, layer in zip(layout.text.layer_types, state.kv, strict=False):
+        slots = mx.arange(layer[0].shape[2])
         length = state.length[:, None, None, None]
         if kind == SLIDING:
             last = length - 1
@@ -116,9 +131,8 @@ def _poison(engine: Engine, rng: random.Random) -> None:
             live = (held >= 0) & (held > last - WINDOW - 2 * BLOCK + 2)
         else:
             live = slots[None, None, :, None] < length
-        junk = 1e3 * rng.choice([-1, 1]) * (1 + mx.random.uniform(shape=k.shape))
-        poisoned.append((mx.where(live, k, junk), mx.where(live, v, junk)))
-    engine._state = state._replace(kv=poisoned)
+        poisoned.append(tuple(mx.where(live, part, _junk(part, rng)) for part in layer))
+    engine._batch.state = state._replace(kv=poisoned)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -133,7 +147,7 @@ def test_poison_in_every_uncommitted_slot_changes_nothing(target, seed):
     schedule = Schedule([rng.randint(0, MAX_DRAFT) for _ in range(29)])
     drafter = ScriptedDrafter(script, lambda _, p: p not in right)
     engine = Engine(target, drafter, rows=2, draft_length=schedule)
-    requests = [Request(prompt, 60, draft_len=8) for prompt in prompts]
+    requests = [Request(prompt, 60) for prompt in prompts]
     for request in requests:
         engine.add(request)
     while engine.busy:
@@ -160,15 +174,16 @@ def test_the_drafter_sees_no_uncommitted_slot(target):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_the_cpus_attention_is_attention(kv_heads):
-    """The form written for the CPU gives what MLX's own operation gives, masks and groups too."""
+def test_attention_written_out_is_attention(kv_heads):
+    """It gives what MLX's own operation gives, masks and groups too."""
     keys = [mx.random.key(i) for i in range(4)]
     q = mx.random.normal((2, 4, 5, 16), key=keys[0])
     k, v = (mx.random.normal((2, kv_heads, 40, 16), key=key) for key in keys[1:3])
     mask = mx.random.bernoulli(0.6, (2, 1, 5, 40), key=keys[3]) | (mx.arange(40) == 0)
     wanted = mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=mask)
-    assert mx.allclose(_attention_on_cpu(q, k, v, mask), wanted, atol=1e-5)
-    nothing = _attention_on_cpu(q, k, v, mx.zeros_like(mask))
+    score, mix = (lambda x: x @ k.swapaxes(-1, -2)), (lambda x: x @ v)
+    assert mx.allclose(attention(q, kv_heads, score, mix, mask), wanted, atol=1e-5)
+    nothing = attention(q, kv_heads, score, mix, mx.zeros_like(mask))
     assert mx.isfinite(nothing).all()
 
 
