@@ -6,16 +6,16 @@ is told each round's result one round late, and learns across requests.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median_low
+from itertools import accumulate
+from operator import mul
 from typing import Any, NamedTuple, Protocol
 
 from mlx_mtp.errors import UsageError
 
 MAX_DRAFT = 8  # more rows than this cost more in the verify pass than they bring
-COPIES = (4, 8)  # lengths of a copied block: few, as each is a shape to trace
 
 
 class Shape(NamedTuple):
@@ -75,82 +75,118 @@ class Acceptance:
     Moving averages; a position that is seldom reached leans on the one before it.
     """
 
-    def __init__(self, prior: float = 0.7, weight: float = 2.0, decay: float = 0.96):
-        self.prior, self.weight, self.decay = prior, weight, decay
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
         self.tried = [0.0] * MAX_DRAFT
         self.hits = [0.0] * MAX_DRAFT
+        self.tokens = self._tokens()
 
     def learn(self, rows: Iterable[tuple[int, int]]) -> None:
+        """rows: (drafts that could be accepted, drafts that were)."""
         self.tried = [n * self.decay for n in self.tried]
         self.hits = [n * self.decay for n in self.hits]
         for offered, accepted in rows:
             for i in range(min(offered, accepted + 1)):
                 self.tried[i] += 1
                 self.hits[i] += i < accepted
+        self.tokens = self._tokens()
 
     def rates(self) -> list[float]:
-        rate, rates = self.prior, []
+        rate, rates = PRIOR, []
         for tried, hits in zip(self.tried, self.hits, strict=True):
-            rate = (hits + self.weight * rate) / (tried + self.weight)
+            rate = (hits + WEIGHT * rate) / (tried + WEIGHT)
             rates.append(rate)
         return rates
 
-    def tokens(self, length: int) -> float:
-        """Expected tokens of a round with this many drafts, the bonus token included."""
-        total = reach = 1.0
-        for rate in self.rates()[:length]:
-            reach *= rate
-            total += reach
-        return total
+    def _tokens(self) -> list[float]:
+        """Expected tokens of a row's round with 0 to 8 drafts, its bonus token included."""
+        reached = accumulate(self.rates(), mul, initial=1.0)
+        return list(accumulate(reached))
+
+
+DECAY, COPY_DECAY = 0.97, 0.9
+PRIOR, WEIGHT, MATCHED = 0.7, 2.0, 0.9
 
 
 class Costs:
-    """Seconds a round takes in each shape, as a level that moves with the machine times a
-    ratio per shape: the median of its last rounds, so that a hiccup counts for nothing."""
+    """Seconds of a round in any shape: verify[drafts] + step * (drafter steps).
 
-    def __init__(self, seconds: Mapping[int, float] | None = None):
-        self.level: float | None = None
-        self.ratios: dict[Shape, deque[float]] = {}
-        if seconds:
-            self.level = next(iter(seconds.values())) / _guess(Shape(next(iter(seconds))))
-            for steps, value in seconds.items():
-                self.ratios[Shape(steps)] = deque([value / self.level], maxlen=WINDOW)
+    A Kalman filter over these ten numbers, so that one shape's rounds tell of its neighbours', of
+    lengths never tried and of a machine that became slower. Its unit is the first round's.
+    """
+
+    def __init__(self) -> None:
+        self.mean = [1 + 0.1 * n for n in range(MAX_DRAFT + 1)] + [0.06]
+        places = range(MAX_DRAFT + 1)
+        self.spread = [
+            [0.02 + 0.04 * i * j + 0.01 * min(i, j) for j in places] + [0.0] for i in places
+        ] + [[0.0] * (MAX_DRAFT + 1) + [0.002]]
+        self.scale: float | None = None
+        self.measured: set[Shape] = set()
+        self._last = 0.0
+
+    def __getitem__(self, shape: Shape) -> float:
+        """In plain rounds, about."""
+        return max(self.mean[shape.draft_len] + shape.steps * self.mean[-1], 0.05)
 
     def learn(self, shape: Shape, seconds: float) -> None:
-        if self.level is None:
-            self.level = seconds / _guess(shape)
-        elif shape in self.ratios:
-            drift = seconds / (self.level * self.ratio(shape))
-            self.level *= 1 + 0.05 * (min(max(drift, 0.8), 1.25) - 1)
-        self.ratios.setdefault(shape, deque(maxlen=WINDOW)).append(seconds / self.level)
+        expected = self[shape]
+        if self.scale is None:
+            self.scale = seconds / expected
+        self.measured.add(shape)
+        # The machine drifts as a whole, and each number a little.
+        spread = [
+            [s + DRIFT * a * b for s, b in zip(row, self.mean, strict=True)]
+            for row, a in zip(self.spread, self.mean, strict=True)
+        ]
+        n = shape.draft_len
+        for i in range(len(spread)):
+            spread[i][i] += AGEING
+        reach = [row[n] + shape.steps * row[-1] for row in spread]
+        total = reach[n] + shape.steps * reach[-1] + (NOISE * expected) ** 2
+        error = seconds / self.scale - expected
+        # Hiccups make rounds longer: a long one is cut off unless the one before was too long as
+        # well; a short one shows that what was believed came from a hiccup.
+        limit = 2 * total**0.5
+        if error < -limit:
+            spread[n][n] += error**2
+            reach[n] += error**2
+            total += error**2
+        self._last, error = error, min(error, max(limit, self._last))
+        self.mean = [m + r * error / total for m, r in zip(self.mean, reach, strict=True)]
+        self.spread = [
+            [s - a * b / total for s, b in zip(row, reach, strict=True)]
+            for row, a in zip(spread, reach, strict=True)
+        ]
 
-    def ratio(self, shape: Shape) -> float:
-        """Measured, or guessed from the measured shapes around it."""
-        if shape in self.ratios:
-            return median_low(self.ratios[shape])
-        known = sorted((s.draft_len, median_low(r) / _guess(s)) for s, r in self.ratios.items())
-        below = [k for k in known if k[0] <= shape.draft_len][-1:]
-        above = [k for k in known if k[0] >= shape.draft_len][:1]
-        near = below + above
-        if not near:
-            return _guess(shape)
-        (a, low), (b, high) = near[0], near[-1]
-        part = (shape.draft_len - a) / (b - a) if b > a else 0.5
-        return _guess(shape) * (low + (high - low) * part)
+
+NOISE, DRIFT, AGEING = 0.1, 0.02**2, 0.002**2
 
 
-WINDOW = 15
+class Pause:
+    """Rounds between two trials: twice as many after each, until what is tried wins."""
 
+    def __init__(self, first: int, last: int):
+        self.first, self.last = first, last
+        self.restart()
 
-def _guess(shape: Shape) -> float:
-    """Cost against plain decoding before anything was measured."""
-    return 1 + 0.06 * shape.steps + 0.1 * shape.draft_len
+    def restart(self) -> None:
+        self.length, self.waited, self.cut = self.first, 0, False
+
+    def over(self) -> bool:
+        self.waited += 1
+        if not self.cut and self.waited < self.length:
+            return False
+        if not self.cut:
+            self.length = min(2 * self.length, self.last)
+        self.waited, self.cut = 0, False
+        return True
 
 
 class AutoLength:
     """Chooses by what it has seen; the same outcomes give the same choices.
 
-    seconds: a calibration, steps -> seconds of a round.
+    seconds: a calibration, steps -> seconds of a round. copy: whether copied drafts are made.
     """
 
     def __init__(
@@ -160,67 +196,94 @@ class AutoLength:
         copy: bool = True,
     ):
         check_draft_len(max_draft)
-        self.max_draft, self.copy = max_draft, copy
-        self.drafted, self.copies = Acceptance(), Acceptance(prior=0.8)
-        self.costs = Costs(seconds)
-        self.chosen: dict[Shape, int] = {}
-        self._opening = deque([2, 2, 0])
-        self._interval, self._since, self._up = 8, 0, True
+        self.max_draft = max_draft
+        self.copies = [n for n in COPIES if copy and n <= max_draft]
+        self.drafted, self.copied = Acceptance(DECAY), Acceptance(COPY_DECAY)
+        self.costs = Costs()
+        self.chosen: Counter[Shape] = Counter()
+        for steps, value in (seconds or {}).items():
+            self.costs.learn(Shape(steps), value)
         self._best = Shape(min(2, max_draft))
+        # What is tried next whatever it brings: at first a short draft and plain decoding.
+        self._trials = deque([self._best, self._best, Shape(0)])
+        self._tried = set[Shape]()
+        self._neighbour, self._copy = Pause(*PAUSE), Pause(*COPY_PAUSE)
+        self._turn = 0
+        self._rows, self._matched = 1, MATCHED
 
     def choose(self, match: bool = False) -> Shape:
         shape = self._choose(match)
-        self.chosen[shape] = self.chosen.get(shape, 0) + 1
+        self.chosen[shape] += 1
         return shape
 
     def _choose(self, match: bool) -> Shape:
-        if self._opening:
-            return Shape(min(self._opening.popleft(), self.max_draft))
-        known = max((s.steps for s in self.costs.ratios), default=2)
-        best = max((Shape(n) for n in range(min(self.max_draft, known + 2) + 1)), key=self._rate)
+        if self._trials:
+            return self._trials.popleft()
+        # Costs beyond the longest draft measured are a guess: two drafts further at a time.
+        known = max((s.draft_len for s in self.costs.measured), default=2)
+        lengths = range(min(self.max_draft, known + 2) + 1)
+        best = max((Shape(n) for n in lengths), key=self._rate)
         if best != self._best:
-            self._best, self._interval, self._since = best, 8, 0
-        if match and self.copy:
-            copies = [Shape(0, n) for n in COPIES if n <= self.max_draft]
-            best = max([best, *copies], key=self._rate)
-        if best.copied:
+            self._best = best
+            self._neighbour.restart()
+        if match and self.copies:
+            # In a batch the drafter serves the rows without a match.
+            steps = {0, best.steps} if self._rows > 1 else {0}
+            shapes = [Shape(n, copied) for copied in self.copies for n in steps if n < copied]
+            copying = max(shapes, key=self._rate)
+            if self._rate(copying) > self._rate(best):
+                self._copy.restart()
+                return copying
+            if self._copy.over():
+                return copying
+        if not self._neighbour.over():
             return best
-        self._since += 1
-        if self._since >= self._interval:
-            self._since, self._interval = 0, min(self._interval * 2, 128)
-            self._up = not self._up
-            steps = best.steps + (1 if self._up or best.steps == 0 else -1)
-            return Shape(min(steps, self.max_draft))
-        return best
+        self._turn += 1
+        around = [best.steps + 1, best.steps - 1, 0]
+        near = [n for n in around if 0 <= n <= self.max_draft and n != best.steps]
+        return Shape(near[self._turn % len(near)])
 
     def learn(self, outcome: Outcome) -> None:
         shape = outcome.shape
         rows = list(zip(outcome.rows, outcome.copied, strict=True))
+        self._rows = len(rows)
         if shape.steps:
             self.drafted.learn(row for row, copied in rows if not copied)
         if shape.copied:
-            self.copies.learn(row for row, copied in rows if copied)
-        if self._best.steps == 0 and shape.steps and any(accepted for _, accepted in outcome.rows):
-            self._since, self._interval = 8, 8  # a probe that won is followed by another
+            matched = [row for row, copied in rows if copied]
+            self.copied.learn(matched)
+            self._copy.cut = any(offered == accepted for offered, accepted in matched)
+            self._matched += 0.1 * (sum(outcome.copied) / len(rows) - self._matched)
         if outcome.seconds is not None:
             self.costs.learn(shape, outcome.seconds)
+        elif shape not in self.costs.measured | self._tried:
+            self._trials.append(shape)  # once more: its first round had a trace to make
+        if self._best == Shape(0) and shape.steps and any(n for _, n in outcome.rows):
+            self._neighbour.cut = True  # a trial that won is followed by another
+        self._tried.add(shape)
 
     def describe(self) -> dict[str, Any]:
         """What was chosen and why, for --json."""
-
-        def name(shape: Shape) -> str:
-            return f"{shape.steps}+{shape.copied}" if shape.copied else str(shape.steps)
-
-        level = self.costs.level or 0.0
+        scale = self.costs.scale or 0.0
         return {
-            "chosen": {name(s): n for s, n in sorted(self.chosen.items())},
+            "chosen": {_name(s): n for s, n in sorted(self.chosen.items())},
             "acceptance": [round(rate, 3) for rate in self.drafted.rates()[: self.max_draft]],
-            "seconds": {name(s): level * self.costs.ratio(s) for s in sorted(self.costs.ratios)},
+            "seconds": {_name(s): scale * self.costs[s] for s in sorted(self.costs.measured)},
         }
 
     def _rate(self, shape: Shape) -> float:
-        acceptance = self.copies if shape.copied else self.drafted
-        return acceptance.tokens(shape.draft_len) / self.costs.ratio(shape)
+        tokens = self.drafted.tokens[shape.steps]
+        if shape.copied:
+            tokens += self._matched * (self.copied.tokens[shape.draft_len] - tokens)
+        return tokens / self.costs[shape]
+
+
+COPIES = (4, 8)  # lengths of a copied block: few, as each is a graph of its own
+PAUSE, COPY_PAUSE = (8, 128), (4, 64)
+
+
+def _name(shape: Shape) -> str:
+    return f"{shape.steps}+{shape.copied}" if shape.copied else str(shape.steps)
 
 
 def check_draft_len(length: int) -> None:
