@@ -118,7 +118,7 @@ def _junk(like: mx.array, rng: random.Random) -> mx.array:
     return 1e3 * rng.choice([-1, 1]) * (1 + mx.random.uniform(shape=like.shape))
 
 
-def _poison(engine: Engine, rng: random.Random) -> None:
+def poison(engine: Engine, rng: random.Random) -> None:
     """Write garbage into every slot that no row has committed."""
     layout, state = engine.layout, engine._batch.state
     poisoned = []
@@ -146,13 +146,13 @@ def test_poison_in_every_uncommitted_slot_changes_nothing(target, seed):
     right = {p for p in range(200) if rng.random() < 0.6}
     schedule = Schedule([rng.randint(0, MAX_DRAFT) for _ in range(29)])
     drafter = ScriptedDrafter(script, lambda _, p: p not in right)
-    engine = Engine(target, drafter, rows=2, draft_length=schedule)
+    engine = drafter.engine = Engine(target, drafter, rows=2, draft_length=schedule)
     requests = [Request(prompt, 60) for prompt in prompts]
     for request in requests:
         engine.add(request)
     while engine.busy:
         engine.step()
-        _poison(engine, rng)
+        poison(engine, rng)
     assert [request.tokens for request in requests] == wanted
 
 
@@ -167,7 +167,7 @@ def test_the_drafter_sees_no_uncommitted_slot(target):
         while engine.busy:
             engine.step()
             if poison:
-                _poison(engine, random.Random(1))
+                poison(engine, random.Random(1))
             drafts.append(request.stats.accepted_by_position[:])
         counts.append(drafts)
     assert counts[0] == counts[1]
