@@ -42,8 +42,12 @@ def generate(
         typer.Option("--force-fit", help="Load although memory may not do. [default: off]"),
     ] = False,
     draft_len: Annotated[
-        int | None,
-        typer.Option(help="Drafted tokens a round, bonus not counted, 0..8. [default: 4]"),
+        str | None,
+        typer.Option(
+            metavar="N|auto",
+            help="Drafted tokens a round, bonus not counted, 0..8, or auto: what pays, round by "
+            "round. [default: auto]",
+        ),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens to generate at most. [default: 512]")
@@ -75,6 +79,38 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(help="Seed of sampling, 0 to 2^64 - 1. [default: random]")
     ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Divide the logits of tokens that prompt or answer hold, 1 is off. [default: "
+            "generation_config, else 1]"
+        ),
+    ] = None,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Subtract this from the logits of tokens in the answer, -2..2.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="The same, once for every use, -2..2.")
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ID:BIAS",
+            help="Add BIAS, -100..100, to the logit of token ID; may be repeated. [default: none]",
+        ),
+    ] = None,
+    suppress_token: Annotated[
+        list[int] | None,
+        typer.Option(help="Never say this token id; may be repeated. [default: none]"),
+    ] = None,
+    min_tokens: Annotated[int, typer.Option(help="Do not end before so many tokens.")] = 0,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            help="With --json: every token's logprob, and those of the N likeliest, 0..20. "
+            "[default: off]"
+        ),
+    ] = None,
     stop: Annotated[
         list[str] | None,
         typer.Option(help="End before this text; may be repeated. [default: none]"),
@@ -88,6 +124,37 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(help="Read the prompt from this file. [default: none]")
     ] = None,
+    kv_bits: Annotated[
+        int | None,
+        typer.Option(help="Keep keys and values of full layers in 8 or 4 bits. [default: off]"),
+    ] = None,
+    max_kv: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of prompt and answer at most; longer prompts are refused. [default: the "
+            "model's context]"
+        ),
+    ] = None,
+    drafter_bits: Annotated[
+        int | None,
+        typer.Option(
+            help="Quantise the drafter at load to 8, 6 or 4 bits; 0 keeps it as stored. [default: "
+            "8 on a GPU, 0 on the CPU]"
+        ),
+    ] = None,
+    compile_rounds: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile", help="Compile rounds. [default: on a GPU; needs g++ on a CPU]"
+        ),
+    ] = None,
+    pipeline: Annotated[
+        bool | None,
+        typer.Option(
+            "--pipeline/--no-pipeline",
+            help="Start a round before the one before it is read. [default: on a GPU]",
+        ),
+    ] = None,
     as_json: Json = False,
     no_stream: Annotated[
         bool, typer.Option("--no-stream", help="Print the text at the end. [default: off]")
@@ -97,14 +164,20 @@ def generate(
         typer.Option("--quiet", "-q", help="No progress, no summary; notices stay. [default: off]"),
     ] = False,
 ) -> None:
-    from mlx_mtp.generation import DRAFT_LEN, MAX_TOKENS, Options, low_acceptance, stream
+    from mlx_mtp.generation import MAX_TOKENS, Options, low_acceptance, stream
 
     text = read_prompt(prompt, prompt_file, raw=raw)
-    if no_drafter and (drafter or drafter_revision or draft_len):
-        given = (
-            "--drafter" if drafter else "--drafter-revision" if drafter_revision else "--draft-len"
-        )
-        raise UsageError(f"{given} needs a drafter, which --no-drafter leaves out")
+    needs = {
+        "--drafter": drafter,
+        "--drafter-revision": drafter_revision,
+        "--draft-len": draft_len not in (None, "0"),
+        "--drafter-bits": drafter_bits is not None,
+    }
+    for name, given in needs.items():
+        if no_drafter and given:
+            raise UsageError(f"{name} needs a drafter, which --no-drafter leaves out")
+    if logprobs is not None and not as_json:
+        raise UsageError("--logprobs is shown by --json only: give both")
     if model is None and (revision or (drafter_revision and not drafter)):
         raise UsageError("a revision needs the --model or the --drafter that it is of")
     options = Options(
@@ -115,7 +188,14 @@ def generate(
         min_p=min_p,
         seed=seed,
         stop=tuple(stop or ()),
-        draft_len=DRAFT_LEN if draft_len is None else draft_len,
+        draft_len=_draft_len(draft_len),
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=dict(map(_bias, logit_bias or ())),
+        suppress=tuple(suppress_token or ()),
+        min_tokens=min_tokens,
+        logprobs=logprobs,
         raw=raw,
         system=system,
     )
@@ -131,6 +211,7 @@ def generate(
         drafter=None if plain else "auto" if drafter is None else drafter,
         revision=revision,
         drafter_revision=drafter_revision,
+        drafter_bits=None if plain else drafter_bits,
         force_fit=force_fit,
         progress=loading,
     )
@@ -141,7 +222,8 @@ def generate(
             f"no --model given: this is the demo pair, {human_bytes(pair.weights_bytes)}, which "
             "knows a little Python; --model e2b fetches a real one"
         )
-    generation = stream(pair, text, options)
+    engine = pair.engine(kv_bits=kv_bits, max_kv=max_kv, compile=compile_rounds, pipeline=pipeline)
+    generation = stream(pair, text, options, engine=engine)
     for notice in (*pair.notices, *generation.notices):
         say(notice)
     view = (
@@ -167,6 +249,24 @@ def generate(
         summarise(result)
     if warning := low_acceptance(result.stats):
         say(warning)
+
+
+def _draft_len(given: str | None) -> int | None:
+    """None for auto. Raises UsageError for what is no number; its range is checked later."""
+    if given is None or given == "auto":
+        return None
+    try:
+        return int(given)
+    except ValueError:
+        raise UsageError(f"draft length is {given!r}; it must be 0 to 8, or auto") from None
+
+
+def _bias(given: str) -> tuple[int, float]:
+    token, _, bias = given.partition(":")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise UsageError(f"logit-bias is {given!r}; it must be ID:BIAS") from None
 
 
 def read_prompt(argument: str | None, file: Path | None, *, raw: bool) -> str:

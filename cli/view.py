@@ -31,7 +31,7 @@ class View(Protocol):
         """Called, from another thread, if the process must end in the middle of a step."""
 
 
-def view_for(*, stream: bool, live: bool, draft_len: int) -> View:
+def view_for(*, stream: bool, live: bool, draft_len: int | str) -> View:
     if stream and live and speaks_ansi(sys.stdout):
         return Live(draft_len)
     return Plain() if stream else Whole()
@@ -90,7 +90,7 @@ class Live:
     wiped before text is written and drawn again behind it, with the cursor saved and restored.
     """
 
-    def __init__(self, draft_len: int) -> None:
+    def __init__(self, draft_len: int | str) -> None:
         self._draft_len = draft_len
         self._column = 0
         self._drawn = False
@@ -195,7 +195,7 @@ def summarise(result: Result) -> None:
         write_stderr("\n")
     stats, draft_len = result.stats, result.settings["draft_len"]
     say(
-        f"{stats.decode_tps:.1f} tokens/s, accepted by position {by_position(stats, draft_len)}, "
+        f"{stats.decode_tps:.1f} tokens/s, accepted by position {by_position(stats)}, "
         f"{stats.tokens_per_round:.2f} tokens a round, draft length {draft_len}"
     )
 
@@ -207,18 +207,18 @@ def summary_lines(result: Result) -> list[str]:
         f"prompt {stats.prompt_tokens} tokens, {stats.prompt_tps:.1f} tok/s, "
         f"first token after {stats.first_token_s:.2f} s",
         f"decode {stats.completion_tokens} tokens, {stats.decode_tps:.1f} tok/s, {rounds}",
-        f"accepted by position {by_position(stats, draft_len)}",
+        f"accepted by position {by_position(stats)}",
         f"memory {human_bytes(memory['peak_bytes'])} at most: weights "
         f"{human_bytes(memory['weights_bytes'])}, KV {human_bytes(memory['kv_bytes'])}",
     ]
     return lines if draft_len else [lines[0], lines[1], lines[3]]
 
 
-def by_position(stats: Stats, draft_len: int) -> str:
+def by_position(stats: Stats) -> str:
     """How often the i-th draft of a round was accepted, ".86 .71"; "-" where none was made."""
     pairs = zip(stats.accepted_by_position, stats.drafted_by_position, strict=True)
     shares = [f"{accepted / drafted:.2f}" for accepted, drafted in pairs if drafted]
-    return " ".join(shares[:draft_len]) or "-"
+    return " ".join(shares) or "-"
 
 
 def human_bytes(count: float) -> str:

@@ -1,4 +1,5 @@
-"""Text in, text out, on top of the engine: `generate` for all of it, `stream` while it comes.
+"""Text in, text out, on top of the engine: `generate` for all of it, `stream` while it comes,
+`generate_batch` for many prompts at once.
 
 for piece in stream(pair, "def fibonacci(n):", Options(max_tokens=64)):
     print(piece.text, end="", flush=True)
@@ -7,23 +8,22 @@ for piece in stream(pair, "def fibonacci(n):", Options(max_tokens=64)):
 from __future__ import annotations
 
 import secrets
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.engine.draft_length import check_draft_len
-from mlx_mtp.engine.requests import Request, Stats
+from mlx_mtp.engine.processors import Processing
+from mlx_mtp.engine.requests import Event, Request, Stats, TokenLogprob
 from mlx_mtp.engine.sampling import Sampling
-from mlx_mtp.engine.session import Engine
+from mlx_mtp.engine.session import MAX_ROWS, Engine
 from mlx_mtp.errors import MtpError, UsageError
 from mlx_mtp.pair import GenerationDefaults, Pair
 from mlx_mtp.text.stopping import Span, StopStrings, TextStream
 
 MAX_TOKENS = 512
-DRAFT_LEN = 4
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,11 @@ class Options:
 
     max_tokens: how many tokens at most; the model's context bounds it too. seed None is a random
     one, shown in the result's settings. draft_len: drafted tokens a round, the bonus token not
-    counted; 0 is plain decoding. raw: complete the prompt as it is, without the chat template.
-    system: a system message before the prompt. Raises UsageError for a value out of range.
+    counted; 0 is plain decoding, None lets the program choose every round. Penalties, logit_bias
+    (token id to what is added), suppress and min_tokens: see `Processing`. logprobs: report the
+    logprob of every token and of so many of the likeliest. raw: complete the prompt as it is,
+    without the chat template. system: a system message before the prompt. Raises UsageError for a
+    value out of range.
     """
 
     max_tokens: int = MAX_TOKENS
@@ -43,32 +46,55 @@ class Options:
     min_p: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    draft_len: int = DRAFT_LEN
+    draft_len: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    suppress: tuple[int, ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
     raw: bool = False
     system: str | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 0:
-            raise UsageError(f"max-tokens is {self.max_tokens}; it must be 0 or more")
-        check_draft_len(self.draft_len)
         StopStrings(self.stop)
-        self.sampling(GenerationDefaults())
+        nothing = GenerationDefaults()
+        Request(
+            [0],
+            self.max_tokens,
+            self.sampling(nothing),
+            self.processing(nothing),
+            draft_len=self.draft_len,
+            logprobs=self.logprobs,
+        )
         if self.raw and self.system is not None:
             raise UsageError("--system needs the chat template, which --raw leaves out")
 
     def sampling(self, defaults: GenerationDefaults) -> Sampling:
         """What is in force: these options over the checkpoint's defaults."""
-
-        def either(given: float | None, default: float) -> float:
-            return default if given is None else given
-
         return Sampling(
-            temperature=either(self.temperature, defaults.temperature),
+            temperature=_either(self.temperature, defaults.temperature),
             top_k=defaults.top_k if self.top_k is None else self.top_k,
-            top_p=either(self.top_p, defaults.top_p),
-            min_p=either(self.min_p, defaults.min_p),
+            top_p=_either(self.top_p, defaults.top_p),
+            min_p=_either(self.min_p, defaults.min_p),
             seed=secrets.randbits(32) if self.seed is None else self.seed,
         )
+
+    def processing(self, defaults: GenerationDefaults) -> Processing:
+        """The same for what is done to logits; suppressed tokens add up."""
+        return Processing(
+            repetition_penalty=_either(self.repetition_penalty, defaults.repetition_penalty),
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple(self.logit_bias.items()),
+            suppress=(*defaults.suppress_tokens, *self.suppress),
+            min_tokens=self.min_tokens,
+        )
+
+
+def _either(given: float | None, default: float) -> float:
+    return default if given is None else given
 
 
 @dataclass(frozen=True)
@@ -88,22 +114,26 @@ class Piece:
 @dataclass(frozen=True)
 class Result:
     """An answer and what it took. The text ends before a stop string, token_ids with the token that
-    completed it; an EOS token is in neither. timing in seconds and tokens per second, memory in
-    bytes."""
+    completed it; an EOS token is in neither. logprobs: one a token, where asked for. timing in
+    seconds and tokens per second, memory in bytes; engine: how rounds were run
+    (`Engine.describe`)."""
 
     text: str
     token_ids: list[int]
     prompt_token_ids: list[int]
     finish_reason: str
     stats: Stats
+    logprobs: list[TokenLogprob]
     timing: dict[str, float]
     memory: dict[str, int]
     settings: dict[str, Any]
+    engine: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `mlx-mtp generate --json` prints."""
-        stats, drafts = self.stats, self.settings["draft_len"]
-        return {
+        stats = self.stats
+        drafts = sum(count > 0 for count in stats.drafted_by_position)
+        found = {
             "text": self.text,
             "token_ids": self.token_ids,
             "prompt_token_ids": self.prompt_token_ids,
@@ -117,13 +147,121 @@ class Result:
                 "rounds": stats.rounds,
                 "drafted": stats.drafted,
                 "accepted": stats.accepted,
+                "copied": stats.copied,
                 "accepted_by_position": stats.accepted_by_position[:drafts],
                 "tokens_per_round": stats.tokens_per_round,
             },
             "timing": self.timing,
             "memory": self.memory,
             "settings": self.settings,
+            "engine": self.engine,
         }
+        if self.settings["logprobs"] is not None:
+            found["logprobs"] = [
+                {"logprob": at.logprob, "likeliest": [list(pair) for pair in at.likeliest]}
+                for at in self.logprobs
+            ]
+        return found
+
+
+class Answer:
+    """One prompt's answer in the making: its request, its text, and the settings in force.
+
+    `notices` are lines for the user.
+    """
+
+    def __init__(self, pair: Pair, prompt: list[int], options: Options, engine: Engine) -> None:
+        sampling = options.sampling(pair.defaults)
+        processing = options.processing(pair.defaults)
+        self._pair, self._engine = pair, engine
+        self._text = TextStream(pair.tokenizer, options.stop)
+        self._shown: list[str] = []
+        self.request = Request(
+            prompt=prompt,
+            max_tokens=options.max_tokens,
+            sampling=sampling,
+            processing=processing,
+            eos=frozenset(pair.defaults.eos_token_ids),
+            draft_len=options.draft_len if pair.drafter is not None else 0,
+            logprobs=options.logprobs,
+            stop=self._text.add,
+        )
+        engine.add(self.request)
+        self.notices: list[str] = []
+        if self.request.max_tokens < options.max_tokens:
+            self.notices.append(
+                f"there is room for {self.request.max_tokens} more tokens in the context and in "
+                f"memory, not for the {options.max_tokens} asked for"
+            )
+        draft_len = self.request.draft_len
+        self.settings: dict[str, Any] = {
+            "model": pair.name,
+            "revision": pair.revision,
+            "drafter": pair.drafter_name,
+            "drafter_revision": pair.drafter_revision,
+            "drafter_bits": pair.drafter_bits,
+            "max_tokens": self.request.max_tokens,
+            "draft_len": "auto" if draft_len is None else draft_len,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "seed": sampling.seed,
+            "repetition_penalty": processing.repetition_penalty,
+            "presence_penalty": processing.presence_penalty,
+            "frequency_penalty": processing.frequency_penalty,
+            "logit_bias": {str(token): bias for token, bias in processing.logit_bias},
+            "suppress_tokens": list(processing.suppress),
+            "min_tokens": processing.min_tokens,
+            "logprobs": options.logprobs,
+            "stop": list(options.stop),
+            "raw": options.raw,
+            "system": options.system,
+            "eos_token_ids": sorted(self.request.eos),
+        }
+
+    def take(self, event: Event) -> Piece:
+        """The text that an event of this request brings. Raises MtpError where it ended in one."""
+        if self.request.error:
+            raise MtpError(self.request.error)
+        spans = self._text.release(event.drafted)
+        if event.finish_reason is not None:
+            spans += self._text.finish()
+        return self._piece(spans, event.prefilled)
+
+    def cancel(self) -> Piece:
+        """End it; the text that was held back because a stop string could have come of it."""
+        self._engine.cancel(self.request)
+        return self._piece(self._text.finish())
+
+    def result(self) -> Result:
+        stats = self.request.stats
+        return Result(
+            text="".join(self._shown),
+            token_ids=self.request.tokens,
+            prompt_token_ids=self.request.prompt,
+            finish_reason=self.request.finish_reason or "cancelled",
+            stats=stats,
+            logprobs=self.request.token_logprobs,
+            timing={
+                "load_s": self._pair.load_s,
+                "first_token_s": stats.first_token_s,
+                "prompt_tps": stats.prompt_tps,
+                "decode_tps": stats.decode_tps,
+            },
+            memory={
+                "peak_bytes": mx.get_peak_memory(),
+                "weights_bytes": self._pair.weights_bytes,
+                "kv_bytes": self._engine.kv_bytes,
+            },
+            settings=self.settings,
+            engine=self._engine.describe(),
+        )
+
+    def _piece(self, spans: list[Span], prefilled: int | None = None) -> Piece:
+        self._shown += [text for text, _ in spans]
+        prompt = len(self.request.prompt)
+        return Piece(spans, self.request.stats, prompt if prefilled is None else prefilled)
 
 
 class Generation:
@@ -139,51 +277,16 @@ class Generation:
     ) -> None:
         if engine is not None and engine.busy:
             raise UsageError("the engine is busy with another generation; close that one first")
-        sampling = options.sampling(pair.defaults)
-        self._pair = pair
-        self._text = TextStream(pair.tokenizer, options.stop)
-        self._shown: list[str] = []
-        self._request = Request(
-            prompt=prompt,
-            max_tokens=options.max_tokens,
-            sampling=sampling,
-            eos=frozenset(pair.defaults.eos_token_ids),
-            suppress=pair.defaults.suppress_tokens,
-            draft_len=options.draft_len if pair.drafter is not None else 0,
-            stop=self._text.add,
-        )
         self._owned = engine is None
-        self._engine = engine or Engine(pair.target, pair.drafter, memory_limit=pair.memory_limit)
-        self._engine.add(self._request)
+        self._engine = engine or pair.engine()
+        self._answer = Answer(pair, prompt, options, self._engine)
         self._pieces = self._run()
         self._result: Result | None = None
-        self.notices: list[str] = []
-        if self._request.max_tokens < options.max_tokens:
-            self.notices.append(
-                f"the model's context has room for {self._request.max_tokens} more tokens, not "
-                f"for the {options.max_tokens} asked for"
-            )
-        self.settings: dict[str, Any] = {
-            "model": pair.name,
-            "revision": pair.revision,
-            "drafter": pair.drafter_name,
-            "drafter_revision": pair.drafter_revision,
-            "max_tokens": self._request.max_tokens,
-            "draft_len": self._request.draft_len,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "seed": sampling.seed,
-            "stop": list(options.stop),
-            "raw": options.raw,
-            "system": options.system,
-            "eos_token_ids": sorted(self._request.eos),
-        }
+        self.notices, self.settings = self._answer.notices, self._answer.settings
 
     @property
     def stats(self) -> Stats:
-        return self._request.stats
+        return self._answer.request.stats
 
     @property
     def result(self) -> Result:
@@ -211,54 +314,22 @@ class Generation:
         held back because a stop string could still have come of it."""
         self._pieces.close()
         if self._result is not None:
-            return self._piece([])
-        self._engine.cancel(self._request)
-        last = self._piece(self._text.finish())
+            return Piece([], self.stats, self.stats.prompt_tokens)
+        last = self._answer.cancel()
         self._end()
         return last
 
     def _run(self) -> Generator[Piece]:
-        while self._request.finish_reason is None:
+        while self._answer.request.finish_reason is None:
             for event in self._engine.step():
-                if event.request is not self._request:
-                    continue
-                if self._request.error:
-                    raise MtpError(self._request.error)
-                spans = self._text.release(event.drafted)
-                if event.finish_reason is not None:
-                    spans += self._text.finish()
-                yield self._piece(spans, event.prefilled)
+                if event.request is self._answer.request:
+                    yield self._answer.take(event)
         self._end()
 
-    def _piece(self, spans: list[Span], prefilled: int | None = None) -> Piece:
-        self._shown += [text for text, _ in spans]
-        return Piece(
-            spans, self.stats, len(self._request.prompt) if prefilled is None else prefilled
-        )
-
     def _end(self) -> None:
-        stats, kv_bytes = self.stats, self._engine.kv_bytes
+        self._result = self._answer.result()
         if self._owned:
             self._engine.close()
-        self._result = Result(
-            text="".join(self._shown),
-            token_ids=self._request.tokens,
-            prompt_token_ids=self._request.prompt,
-            finish_reason=self._request.finish_reason or "cancelled",
-            stats=stats,
-            timing={
-                "load_s": self._pair.load_s,
-                "first_token_s": stats.first_token_s,
-                "prompt_tps": stats.prompt_tps,
-                "decode_tps": stats.decode_tps,
-            },
-            memory={
-                "peak_bytes": mx.get_peak_memory(),
-                "weights_bytes": self._pair.weights_bytes,
-                "kv_bytes": kv_bytes,
-            },
-            settings=self.settings,
-        )
 
 
 def stream(
@@ -283,6 +354,40 @@ def generate(
     return generation.result
 
 
+def generate_batch(
+    pair: Pair,
+    prompts: Sequence[str],
+    options: Options | Sequence[Options] | None = None,
+    *,
+    engine: Engine | None = None,
+) -> list[Result]:
+    """Answer many prompts at once, each as it would be alone; up to 16 share every round, and where
+    one ends the next takes its row. `options` are one for all or one each. The first error of a
+    prompt ends all. Raises as `stream` does.
+    """
+    each = [options or Options()] * len(prompts) if not isinstance(options, Sequence) else options
+    if len(each) != len(prompts):
+        raise UsageError(f"{len(prompts)} prompts, but {len(each)} options")
+    if engine is not None and engine.busy:
+        raise UsageError("the engine is busy with another generation; close that one first")
+    ids = [prompt_ids(pair, prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+    running = engine or pair.engine(rows=max(1, min(len(prompts), MAX_ROWS)))
+    answers: dict[Request, Answer] = {}
+    try:
+        for prompt, one in zip(ids, each, strict=True):
+            answer = Answer(pair, prompt, one, running)
+            answers[answer.request] = answer
+        while running.busy:
+            for event in running.step():
+                answers[event.request].take(event)
+        return [answer.result() for answer in answers.values()]
+    finally:
+        for request in answers:
+            running.cancel(request)
+        if engine is None:
+            running.close()
+
+
 def prompt_ids(pair: Pair, prompt: str, options: Options) -> list[int]:
     """The prompt as one user turn, or with `raw` as it is, control tokens in it parsed. One BOS."""
     if options.raw:
@@ -304,7 +409,7 @@ def prompt_ids(pair: Pair, prompt: str, options: Options) -> list[int]:
 
 def low_acceptance(stats: Stats, rounds: int = 20, least: float = 0.02) -> str | None:
     """A line for the user when drafts were hardly ever accepted over many rounds."""
-    if stats.rounds < rounds or not stats.drafted or stats.acceptance >= least:
+    if stats.rounds < rounds or stats.drafted < rounds or stats.acceptance >= least:
         return None
     return (
         f"only {stats.accepted} of {stats.drafted} drafted tokens were accepted: the drafter does "

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlx_mtp.config import TargetConfig, token_ids
+from mlx_mtp.engine.draft_length import AutoLength
 from mlx_mtp.errors import LoadError
 
 if TYPE_CHECKING:
+    from mlx_mtp.engine.session import Engine
     from mlx_mtp.models.drafter import Drafter
     from mlx_mtp.models.target import Target
     from mlx_mtp.text.chat import ChatTemplate
@@ -30,6 +32,7 @@ class GenerationDefaults:
     min_p: float = 0.0
     eos_token_ids: tuple[int, ...] = ()
     suppress_tokens: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
 
     @classmethod
     def from_files(
@@ -52,6 +55,7 @@ class GenerationDefaults:
             eos_token_ids=tuple(eos),
             # An id outside the vocabulary cannot be sampled, so it needs no suppressing.
             suppress_tokens=tuple(i for i in suppress if i < config.text.vocab_size),
+            repetition_penalty=_number(generation, "repetition_penalty", where, 1.0, 0.01, 100.0),
         )
 
 
@@ -61,9 +65,11 @@ class Pair:
 
     notices: lines for the user, one each. weights_bytes: both models as they lie in memory.
     load_s: seconds that loading took. A revision is a commit of the hub, None for a plain folder.
-    drafter_bits: bits of the drafter's matrices in memory, 0 for floats, None without a drafter.
+    drafter_bits: bits of the drafter's matrices in memory, 0 for floats. drafter_device: "cpu" or
+    "gpu", which it is laid out for. Both are None without a drafter.
     memory_limit: bytes that weights and KV may take, None for no limit. restore_limits: puts MLX's
-    wired limit, which loading raised on Metal, back to what it was.
+    wired limit, which loading raised on Metal, back to what it was. draft_length: chooses the draft
+    length where it is left open, and learns as long as the pair lives.
     """
 
     target: Target
@@ -76,11 +82,21 @@ class Pair:
     drafter_name: str | None = None
     drafter_revision: str | None = None
     drafter_bits: int | None = None
+    drafter_device: str | None = None
     notices: list[str] = field(default_factory=list)
     weights_bytes: int = 0
     load_s: float = 0.0
     memory_limit: int | None = None
     restore_limits: Callable[[], None] = lambda: None
+    draft_length: AutoLength = field(default_factory=AutoLength)
+
+    def engine(self, **how: Any) -> Engine:
+        """An engine of this pair; `how` as `Engine` takes it. All of them learn from each other
+        which draft length pays."""
+        from mlx_mtp.engine.session import Engine
+
+        settings = {"draft_length": self.draft_length, "memory_limit": self.memory_limit}
+        return Engine(self.target, self.drafter, **(settings | how))
 
 
 def _number(

@@ -33,6 +33,9 @@ class ScriptedEngine:
     def __init__(self, blocks):
         self.blocks = deque(blocks)
 
+    def describe(self):
+        return {"waits": 0}
+
     def add(self, request):
         self.request = request
         request.stats.prompt_tokens = len(request.prompt)

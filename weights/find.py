@@ -61,9 +61,6 @@ def find_pair(
         why = "embedded" if drafter == "auto" else why
         named = _source(None if drafter == "auto" else drafter, drafter_revision, "drafter")
         named_config = _fitting(Checkpoint.open(named), config)
-    penalty = checkpoint.generation.get("repetition_penalty")
-    if penalty not in (None, 1, 1.0):
-        notices.append(f"{checkpoint.name} asks for repetition_penalty {penalty}: not applied")
     found = Found(config, plan_target(checkpoint, config), why=why, notices=notices)
     if named is not None:
         found.drafter = plan_drafter(*named_config)

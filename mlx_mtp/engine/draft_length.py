@@ -72,40 +72,41 @@ class FixedLength:
 class Acceptance:
     """Per position, how often a draft is accepted once those before it were.
 
-    Moving averages; a position that is seldom reached leans on the one before it.
+    Moving averages over the last passage, which lean on averages over the last few pages, and
+    those, where a position is seldom reached, on the position before it.
     """
 
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
-        self.tried = [0.0] * MAX_DRAFT
-        self.hits = [0.0] * MAX_DRAFT
-        self.tokens = self._tokens()
+    def __init__(self) -> None:
+        self.counts = [[(0.0, 0.0)] * MAX_DRAFT for _ in DECAYS]  # tried, accepted
+        self.rates = self._rates()
 
     def learn(self, rows: Iterable[tuple[int, int]]) -> None:
         """rows: (drafts that could be accepted, drafts that were)."""
-        self.tried = [n * self.decay for n in self.tried]
-        self.hits = [n * self.decay for n in self.hits]
+        new = [(0, 0)] * MAX_DRAFT
         for offered, accepted in rows:
             for i in range(min(offered, accepted + 1)):
-                self.tried[i] += 1
-                self.hits[i] += i < accepted
-        self.tokens = self._tokens()
+                new[i] = new[i][0] + 1, new[i][1] + (i < accepted)
+        self.counts = [
+            [(decay * a + n, decay * b + m) for (a, b), (n, m) in zip(counts, new, strict=True)]
+            for counts, decay in zip(self.counts, DECAYS, strict=True)
+        ]
+        self.rates = self._rates()
 
-    def rates(self) -> list[float]:
-        rate, rates = PRIOR, []
-        for tried, hits in zip(self.tried, self.hits, strict=True):
-            rate = (hits + WEIGHT * rate) / (tried + WEIGHT)
-            rates.append(rate)
+    def _rates(self) -> list[float]:
+        before, rates = PRIOR, []
+        for slow, fast in zip(*self.counts, strict=True):
+            before = (slow[1] + WEIGHTS[0] * before) / (slow[0] + WEIGHTS[0])
+            rates.append((fast[1] + WEIGHTS[1] * before) / (fast[0] + WEIGHTS[1]))
         return rates
 
-    def _tokens(self) -> list[float]:
+    @property
+    def tokens(self) -> list[float]:
         """Expected tokens of a row's round with 0 to 8 drafts, its bonus token included."""
-        reached = accumulate(self.rates(), mul, initial=1.0)
-        return list(accumulate(reached))
+        return list(accumulate(accumulate(self.rates, mul, initial=1.0)))
 
 
-DECAY, COPY_DECAY = 0.97, 0.9
-PRIOR, WEIGHT, MATCHED = 0.7, 2.0, 0.9
+DECAYS, WEIGHTS = (0.995, 0.96), (2.0, 12.0)
+PRIOR, MATCHED = 0.7, 0.9
 
 
 class Costs:
@@ -123,11 +124,16 @@ class Costs:
         ] + [[0.0] * (MAX_DRAFT + 1) + [0.002]]
         self.scale: float | None = None
         self.measured: set[Shape] = set()
-        self._last = 0.0
 
     def __getitem__(self, shape: Shape) -> float:
         """In plain rounds, about."""
         return max(self.mean[shape.draft_len] + shape.steps * self.mean[-1], 0.05)
+
+    def doubt(self, shape: Shape) -> float:
+        n, steps = shape.draft_len, shape.steps
+        spread = self.spread
+        v= spread[n][n] + 2 * steps * spread[n][-1] + steps**2 * spread[-1][-1]
+        return v**.5 if shape in self.measured else 0.0
 
     def learn(self, shape: Shape, seconds: float) -> None:
         expected = self[shape]
@@ -144,15 +150,8 @@ class Costs:
             spread[i][i] += AGEING
         reach = [row[n] + shape.steps * row[-1] for row in spread]
         total = reach[n] + shape.steps * reach[-1] + (NOISE * expected) ** 2
-        error = seconds / self.scale - expected
-        # Hiccups make rounds longer: a long one is cut off unless the one before was too long as
-        # well; a short one shows that what was believed came from a hiccup.
-        limit = 2 * total**0.5
-        if error < -limit:
-            spread[n][n] += error**2
-            reach[n] += error**2
-            total += error**2
-        self._last, error = error, min(error, max(limit, self._last))
+        # Hiccups only make rounds longer.
+        error = min(seconds / self.scale - expected, CLIP * total**0.5)
         self.mean = [m + r * error / total for m, r in zip(self.mean, reach, strict=True)]
         self.spread = [
             [s - a * b / total for s, b in zip(row, reach, strict=True)]
@@ -160,7 +159,7 @@ class Costs:
         ]
 
 
-NOISE, DRIFT, AGEING = 0.1, 0.02**2, 0.002**2
+NOISE, DRIFT, AGEING, CLIP, KAPPA = 0.1, 0.02**2, 0.002**2, 2.0, 0.5
 
 
 class Pause:
@@ -198,7 +197,7 @@ class AutoLength:
         check_draft_len(max_draft)
         self.max_draft = max_draft
         self.copies = [n for n in COPIES if copy and n <= max_draft]
-        self.drafted, self.copied = Acceptance(DECAY), Acceptance(COPY_DECAY)
+        self.drafted, self.copied = Acceptance(), Acceptance()
         self.costs = Costs()
         self.chosen: Counter[Shape] = Counter()
         for steps, value in (seconds or {}).items():
@@ -267,7 +266,7 @@ class AutoLength:
         scale = self.costs.scale or 0.0
         return {
             "chosen": {_name(s): n for s, n in sorted(self.chosen.items())},
-            "acceptance": [round(rate, 3) for rate in self.drafted.rates()[: self.max_draft]],
+            "acceptance": [round(rate, 3) for rate in self.drafted.rates[: self.max_draft]],
             "seconds": {_name(s): scale * self.costs[s] for s in sorted(self.costs.measured)},
         }
 
@@ -275,7 +274,7 @@ class AutoLength:
         tokens = self.drafted.tokens[shape.steps]
         if shape.copied:
             tokens += self._matched * (self.copied.tokens[shape.draft_len] - tokens)
-        return tokens / self.costs[shape]
+        return tokens / (self.costs[shape] - KAPPA * self.costs.doubt(shape))
 
 
 COPIES = (4, 8)  # lengths of a copied block: few, as each is a graph of its own

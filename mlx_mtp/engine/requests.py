@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mlx_mtp.engine.draft_length import MAX_DRAFT, check_draft_len
+from mlx_mtp.engine.processors import Processing
 from mlx_mtp.engine.sampling import Sampling
 from mlx_mtp.errors import UsageError
+
+MAX_LOGPROBS = 20
 
 
 @dataclass
@@ -21,6 +24,7 @@ class Stats:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    copied: int = 0  # of the accepted, those that were copied from the text
     drafted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
     accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
     first_token_s: float = 0.0  # from the request's start to its first token read
@@ -46,45 +50,65 @@ class Stats:
         fresh = self.prompt_tokens - self.cached_tokens
         return fresh / self.first_token_s if self.first_token_s > 0 else 0.0
 
-    def count_round(self, drafted: int, accepted: int) -> None:
+    def count_round(self, drafted: int, accepted: int, copied: bool) -> None:
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
+        self.copied += accepted * copied
         for i in range(drafted):
             self.drafted_by_position[i] += 1
             self.accepted_by_position[i] += i < accepted
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Of an emitted token, and of the likeliest tokens there, best first, as (id, logprob)."""
+
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...]
 
 
 @dataclass(eq=False)
 class Request:
     """A prompt as token ids, and how to go on from it.
 
-    `draft_len` is the most drafts a round may accept for it, 0 for plain decoding. `stop` is
-    called once for every emitted token, in order, and says whether the text stops behind it.
-    The engine fills the last five fields; `tokens` never holds the EOS token, and `error` says why
-    a request ended with the finish reason "error".
+    `draft_len` is how many tokens a round drafts for it, 0 for plain decoding, or None for as
+    many as the engine's controller chooses. `logprobs` asks for the logprob of every token beside
+    those of so many of the likeliest. `stop` is called once for every emitted token, in order, and
+    says whether the text stops behind it. The engine fills the last six fields; `tokens` never
+    holds the EOS token, and `error` says why a request ended with the finish reason "error".
     Raises UsageError for a value out of range.
     """
 
     prompt: list[int]
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
+    processing: Processing = field(default_factory=Processing)
     eos: frozenset[int] = frozenset()
-    suppress: tuple[int, ...] = ()
-    draft_len: int = 4
+    draft_len: int | None = None
+    logprobs: int | None = None
     stop: Callable[[int], bool] | None = None
     tokens: list[int] = field(default_factory=list)
+    token_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     ended_by_eos: bool = False
     error: str = ""
     stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
-        check_draft_len(self.draft_len)
+        if self.draft_len is not None:
+            check_draft_len(self.draft_len)
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise UsageError(f"logprobs is {self.logprobs}; it must be 0 to {MAX_LOGPROBS} tokens")
         if not self.prompt:
             raise UsageError("the prompt is empty; it must hold at least one token")
         if self.max_tokens < 0:
             raise UsageError(f"max-tokens is {self.max_tokens}; it must be 0 or more")
+
+    @property
+    def budget(self) -> int:
+        """The most drafts that a round may accept."""
+        return MAX_DRAFT if self.draft_len is None else self.draft_len
 
     def take(self, token: int) -> bool:
         """Emit one token unless it is an EOS; returns whether it was emitted. Afterwards

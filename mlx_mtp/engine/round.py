@@ -1,6 +1,7 @@
 """One round of speculative decoding on the device: draft, verify, accept. Nothing here waits.
 
-    draft   k times: token and hidden state -> the drafter, over the target's KV -> next token
+    draft   k times: token and hidden state -> the drafter, over the target's KV -> next token;
+            or what follows the newest tokens where they stand earlier in the text
     verify  target([bonus, d1..dk]) writes KV at length..length+k; logits at k+1 places
     accept  n drafts that the target would have chosen too; it adds one token of its own
 
@@ -10,11 +11,15 @@ normed output at the position before it, from which it was chosen.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_mtp.engine.kv import Buffers, KVLayout
+from mlx_mtp.engine.copying import Copies
+from mlx_mtp.engine.kv import Buffers, KVLayout, attended
+from mlx_mtp.engine.processors import ProcessorState, count, counts_before, process
 from mlx_mtp.engine.sampling import SamplerState, choose
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.target import Target
@@ -30,52 +35,84 @@ class RoundState(NamedTuple):
     budget: mx.array  # int32 [B], the most drafts this row may accept
     active: mx.array  # int32 [B], 1 or 0; an inactive row keeps its length
     sampler: SamplerState
-    bias: mx.array | None  # float32 [B, V] added to the target's logits, or None for no row
+    processors: ProcessorState
 
 
 class RoundShape(NamedTuple):
     """What fixes the shape of a round's graph."""
 
-    draft_len: int
+    steps: int  # drafts by the drafter
     bound: int  # no row's length exceeds it
     sampler: str  # see sampling.kind_of
+    copied: int = 0  # drafts copied from the text, in place of the drafter's where they apply
+    logprobs: int | None = None  # how many likeliest tokens to report beside the chosen one
+
+    @property
+    def draft_len(self) -> int:
+        return max(self.steps, self.copied)
+
+
+class Logprobs(NamedTuple):
+    """By the target's own logits, before processors and temperature, at every place of a block:
+    of the chosen token [B, T], and of the likeliest ones [B, T, N] with their ids."""
+
+    chosen: mx.array
+    ids: mx.array
+    likeliest: mx.array
+
+
+class RoundResult(NamedTuple):
+    """tokens: int32 [B, k + 4], the k+1 tokens the target chose, how many drafts were accepted
+    (the row emits one token more), 1 where the logits were finite, 1 where the drafts were
+    copied."""
+
+    tokens: mx.array
+    logprobs: Logprobs | None
 
 
 def run_round(
-    target: Target, drafter: Drafter | None, layout: KVLayout, state: RoundState, shape: RoundShape
-) -> tuple[RoundState, mx.array]:
-    """Returns the state after the round and its result, int32 [B, k + 3]: the k+1 tokens the
-    target chose, how many drafts were accepted (the row emits one token more), and 1 where the
-    logits were finite."""
+    target: Target,
+    drafter: Drafter | None,
+    layout: KVLayout,
+    state: RoundState,
+    copies: Copies | None,
+    shape: RoundShape,
+) -> tuple[RoundState, RoundResult]:
+    """The state after one round, and its result."""
     drafts = draft(target, drafter, layout, state, shape)
+    copied = None
+    if shape.copied and copies is not None:
+        pad = [(0, 0), (0, shape.draft_len - shape.steps)]
+        found, copied = copies.drafts(state.bonus, state.length, shape.draft_len)
+        # -1 is no token: the target never chooses it.
+        drafts = mx.where(copied[:, None] == 1, found, mx.pad(drafts, pad, constant_values=-1))
     hidden, kv = verify(target, layout, state, drafts, shape)
     logits = target.logits(hidden)
-    return accept(state._replace(kv=kv), drafts, hidden, logits, shape)
+    return accept(state._replace(kv=kv), drafts, hidden, logits, shape, copied)
 
 
 def draft(
     target: Target, drafter: Drafter | None, layout: KVLayout, state: RoundState, shape: RoundShape
 ) -> mx.array:
-    """The drafter's tokens int32 [B, k] for positions length+1 .. length+k."""
-    if shape.draft_len == 0 or drafter is None:
+    """The drafter's tokens int32 [B, steps] for positions length+1 .. length+steps."""
+    if shape.steps == 0 or drafter is None:
         return mx.zeros((state.bonus.shape[0], 0), dtype=mx.int32)
     view = layout.donor_view(state.kv, state.length, shape.bound)
     rotate = drafter.rotations(view)
     token, hidden, drafts = state.bonus[:, None], state.hidden[:, None], []
-    for i in range(1, shape.draft_len + 1):
+    processors, emitted = state.processors, mx.ones_like(state.bonus)[:, None]
+    for i in range(1, shape.steps + 1):
         out = drafter(target.embed(token), hidden, view, rotate)
         logits, ids = drafter.scores(out)
+        logits, ids = logits[:, None], None if ids is None else ids[:, None]
         places = (state.length + i)[:, None]
-        token = choose(
-            logits[:, None],
-            None if ids is None else ids[:, None],
-            places,
-            state.sampler,
-            shape.sampler,
-        )
+        said = None if processors.counts is None else processors.counts[:, None]
+        logits = process(logits, ids, places, processors, said)
+        token = choose(logits, ids, places, state.sampler, shape.sampler)
         drafts.append(token)
-        if i < shape.draft_len:
+        if i < shape.steps:
             hidden = drafter.next_hidden(out)
+            processors = count(processors, token, emitted)
     return mx.concatenate(drafts, -1)
 
 
@@ -83,29 +120,99 @@ def verify(
     target: Target, layout: KVLayout, state: RoundState, drafts: mx.array, shape: RoundShape
 ) -> tuple[mx.array, Buffers]:
     """One forward pass over the bonus token and the drafts: hidden [B, k+1, H] and the new KV."""
-    block = mx.concatenate([state.bonus[:, None], drafts], -1)
+    known = drafts if shape.copied == 0 else mx.maximum(drafts, 0)
+    block = mx.concatenate([state.bonus[:, None], known], -1)
     view = layout.view(state.kv, state.length, block.shape[1], shape.bound)
     return target(block, view), view.buffers
 
 
 def accept(
-    state: RoundState, drafts: mx.array, hidden: mx.array, logits: mx.array, shape: RoundShape
-) -> tuple[RoundState, mx.array]:
-    """Keeps the drafts up to the first that the target would not have chosen there."""
+    state: RoundState,
+    drafts: mx.array,
+    hidden: mx.array,
+    logits: mx.array,
+    shape: RoundShape,
+    copied: mx.array | None = None,
+) -> tuple[RoundState, RoundResult]:
+    """Keeps the drafts up to the first that the target would not have chosen there. `copied` [B]
+    says whose drafts were copied."""
     rows, k = drafts.shape
+    copied = mx.zeros_like(state.bonus) if copied is None else copied
     finite = mx.isfinite(logits.sum(-1)).all(-1)
-    if state.bias is not None:
-        logits = logits + state.bias[:, None]
     places = state.length[:, None] + mx.arange(1, k + 2)
-    tokens = choose(logits, None, places, state.sampler, shape.sampler)
+    said = counts_before(state.processors, drafts)
+    processed = process(logits, None, places, state.processors, said)
+    tokens = choose(processed, None, places, state.sampler, shape.sampler)
     right = mx.cumprod((drafts == tokens[:, :k]).astype(mx.int32), axis=-1)
     n = mx.minimum(right.sum(-1), state.budget)
     every = mx.arange(rows)
     kept = state.active == 1
+    emitted = (mx.arange(k + 1) <= n[:, None]) * state.active[:, None]
     after = state._replace(
         bonus=mx.where(kept, tokens[every, n], state.bonus),
         hidden=mx.where(kept[:, None], hidden[every, n], state.hidden),
         length=state.length + (n + 1) * state.active,
+        processors=count(state.processors, tokens, emitted),
     )
-    result = [tokens, n[:, None].astype(mx.int32), finite[:, None].astype(mx.int32)]
-    return after, mx.concatenate(result, -1)
+    tail = [mx.stack([n, finite.astype(mx.int32), copied], -1).astype(mx.int32)]
+    return after, RoundResult(
+        mx.concatenate([tokens, *tail], -1), logprobs_of(logits, tokens, shape.logprobs)
+    )
+
+
+def logprobs_of(logits: mx.array, tokens: mx.array, likeliest: int | None) -> Logprobs | None:
+    """Logits [B, T, V] and the tokens chosen [B, T] -> their logprobs, or None if not asked for."""
+    if likeliest is None:
+        return None
+    logprobs = logits.astype(mx.float32)
+    logprobs = logprobs - mx.logsumexp(logprobs, -1, keepdims=True)
+    best = mx.argpartition(-logprobs, max(likeliest - 1, 0), axis=-1)[..., :likeliest]
+    chosen = mx.take_along_axis(logprobs, tokens[..., None], -1)[..., 0]
+    return Logprobs(chosen, best.astype(mx.int32), mx.take_along_axis(logprobs, best, -1))
+
+
+Run = Callable[[RoundState, Copies | None], tuple[RoundState, RoundResult]]
+
+
+class Rounds:
+    """run_round for one pair, eager or through a compiled function for every shape.
+
+    Weights are captured by the compiled functions: handing them in as inputs cost twice the time
+    a round. `traces` counts the functions that were made.
+    """
+
+    KEPT = 32  # compiled functions; a long text passes through many attended lengths
+
+    def __init__(self, target: Target, drafter: Drafter | None, layout: KVLayout, compiled: bool):
+        self.target, self.drafter, self.layout = target, drafter, layout
+        self.compiled = compiled
+        self.traces = 0
+        self._runs: OrderedDict[tuple[object, ...], Run] = OrderedDict()
+
+    def __call__(
+        self, state: RoundState, copies: Copies | None, shape: RoundShape
+    ) -> tuple[RoundState, RoundResult, bool]:
+        """The state after the round, its result, and whether a function was traced for it."""
+        if not self.compiled:
+            return (
+                *run_round(self.target, self.drafter, self.layout, state, copies, shape),
+                False,
+            )
+        # One trace for all bounds that attend to the same slots.
+        tokens, capacity = shape.draft_len + 1, self.layout.capacity(state.kv)
+        shape = shape._replace(bound=attended(shape.bound + tokens, capacity) - tokens)
+        unused = tuple(table is None for table in state.processors)
+        key = (shape, state.bonus.shape[0], capacity, unused, copies is None)
+        run = self._runs.pop(key, None)
+        fresh = run is None
+        if run is None:
+            self.traces += 1
+
+            def traced(state: RoundState, copies: Copies | None) -> tuple[RoundState, RoundResult]:
+                return run_round(self.target, self.drafter, self.layout, state, copies, shape)
+
+            run = mx.compile(traced)
+        self._runs[key] = run
+        if len(self._runs) > self.KEPT:
+            self._runs.popitem(last=False)
+        return (*run(state, copies), fresh)

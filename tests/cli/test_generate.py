@@ -27,7 +27,7 @@ def test_the_text_alone_on_stdout_and_one_line_on_stderr(generate):
     text = json.loads(generate("hi", *SHORT, "--json").stdout)["text"]
     done = generate("hi", *SHORT)
     assert (done.returncode, done.stdout.decode()) == (0, text)
-    assert one_line(done.stderr, "tokens/s", "accepted by position", "a round", "draft length 4")
+    assert one_line(done.stderr, "tokens/s", "accepted by position", "a round", "draft length auto")
     assert generate("hi", *SHORT, "--no-stream").stdout == done.stdout
 
 

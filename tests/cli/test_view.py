@@ -153,8 +153,8 @@ def test_bytes_for_people(count, text):
 
 def test_acceptance_by_position():
     stats = Stats(drafted_by_position=[4, 4, 2] + [0] * 5, accepted_by_position=[4, 2, 0] + [0] * 5)
-    assert view.by_position(stats, 3) == "1.00 0.50 0.00"
-    assert view.by_position(Stats(), 0) == "-"
+    assert view.by_position(stats) == "1.00 0.50 0.00"
+    assert view.by_position(Stats()) == "-"
 
 
 def test_loading_says_something_only_when_it_takes_long(monkeypatch, capsys):

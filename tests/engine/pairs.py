@@ -7,6 +7,7 @@ path would stay hidden: `ScriptedDrafter` proposes what plain decoding says, exc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -14,12 +15,15 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_mtp.config import FULL, SLIDING, DrafterConfig, TargetConfig
+from mlx_mtp.engine import session
+from mlx_mtp.engine.draft_length import Outcome, Shape
 from mlx_mtp.engine.kv import KVLayout, capacity_for
 from mlx_mtp.engine.requests import Request
-from mlx_mtp.engine.session import Engine
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.target import Target
 
+# One round in flight, as on a GPU: a stop is then seen one round late, here too.
+Engine = partial(session.Engine, pipeline=True)
 M = TypeVar("M", bound=nn.Module)
 VOCAB, WINDOW = 96, 8
 PROMPT = [2, 17, 5, 44, 9]
@@ -114,8 +118,21 @@ class ScriptedDrafter:
         ]
         longest = max(len(line) for line in tokens) + 32
         self.tokens = mx.array([line + [0] * (longest - len(line)) for line in tokens])
+        self.script = script
+        self.engine: session.Engine | None = None  # whose rows the script's lines are, if several
         self.view: object = None
         self.steps = 0
+
+    def lines(self, rows: int) -> list[int]:
+        """The script's line of every row of the batch: the one that starts with its prompt."""
+        if self.engine is None:
+            return list(range(rows))
+        requests = [row.request for row in self.engine._batch.rows]
+        starts = [r.prompt if r else [] for r in requests]
+        return [
+            next(i for i, line in enumerate(self.script) if list(line[: len(start)]) == start)
+            for start in starts
+        ]
 
     def rotations(self, view: Any) -> None:
         return None
@@ -124,7 +141,8 @@ class ScriptedDrafter:
         self.steps = self.steps + 1 if view is self.view else 1
         self.view = view
         places = view.offset + 1 + self.steps
-        return mx.take_along_axis(self.tokens, places[:, None], 1)[:, 0]
+        tokens = self.tokens[mx.array(self.lines(places.shape[0]))]
+        return mx.take_along_axis(tokens, places[:, None], 1)[:, 0]
 
     def next_hidden(self, out: mx.array) -> mx.array:
         return mx.zeros((out.shape[0], 1, 32))
@@ -139,12 +157,15 @@ class Schedule:
     def __init__(self, lengths: Sequence[int]):
         self.lengths, self.used = lengths, 0
 
-    def choose(self) -> int:
+    def choose(self, match: bool = False) -> Shape:
         self.used += 1
-        return self.lengths[self.used % len(self.lengths)]
+        return Shape(self.lengths[self.used % len(self.lengths)])
+
+    def learn(self, outcome: Outcome) -> None:
+        pass
 
 
-def run(engine: Engine, *requests: Request) -> list[list[int]]:
+def run(engine: session.Engine, *requests: Request) -> list[list[int]]:
     """Add all, step until done; the emitted tokens of each."""
     for request in requests:
         engine.add(request)

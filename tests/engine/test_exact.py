@@ -8,12 +8,12 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp.engine.requests import Request
-from mlx_mtp.engine.session import Engine
 
 from .pairs import (
     PROMPT,
     VOCAB,
     WINDOW,
+    Engine,
     Schedule,
     ScriptedDrafter,
     forward,
@@ -94,7 +94,7 @@ def test_a_draft_length_that_changes_every_round(target, expected, seed):
     right = {p for p in range(len(PROMPT) + LONG) if rng.random() < 0.7}
     drafter = scripted(expected, lambda p: p not in right)
     engine = Engine(target, drafter, draft_length=schedule)
-    assert run(engine, Request(PROMPT, LONG, draft_len=8)) == [expected]
+    assert run(engine, Request(PROMPT, LONG)) == [expected]
 
 
 @pytest.mark.parametrize("length", [1, 2, WINDOW - 2, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 2])
@@ -129,7 +129,8 @@ def test_rows_of_a_batch_do_not_touch_each_other(target):
     requests = [
         Request(prompt, LONG, draft_len=k) for prompt, k in zip(prompts, [8, 3, 5], strict=True)
     ]
-    assert run(Engine(target, drafter, rows=3), *requests) == alone
+    drafter.engine = Engine(target, drafter, rows=3)
+    assert run(drafter.engine, *requests) == alone
     assert requests[0].stats.acceptance > 0.95
     assert requests[1].stats.rounds > requests[0].stats.rounds
 

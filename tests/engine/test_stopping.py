@@ -5,11 +5,11 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
+from mlx_mtp.engine.processors import Processing
 from mlx_mtp.engine.requests import Request
-from mlx_mtp.engine.session import Engine
 from mlx_mtp.errors import FitError, UsageError
 
-from .pairs import PROMPT, VOCAB, WINDOW, ScriptedDrafter, make_target, plain, run
+from .pairs import PROMPT, VOCAB, WINDOW, Engine, ScriptedDrafter, make_target, plain, run
 
 PAST = 2 * WINDOW  # the first stop tried: past the window
 
@@ -186,7 +186,7 @@ def test_suppressed_tokens_are_never_said(target, expected):
     texts = []
     for draft_len in (0, 4):
         drafter = ScriptedDrafter([PROMPT + expected], lambda _, p: False)
-        request = Request(PROMPT, 40, suppress=banned, draft_len=draft_len)
+        request = Request(PROMPT, 40, processing=Processing(suppress=banned), draft_len=draft_len)
         texts += run(Engine(target, drafter), request)
     assert texts[0] == texts[1]
     assert not set(banned) & set(texts[0])

@@ -11,9 +11,8 @@ import pytest
 from mlx_mtp.engine.requests import Request
 from mlx_mtp.engine.round import RoundShape, run_round
 from mlx_mtp.engine.sampling import Sampling
-from mlx_mtp.engine.session import Engine
 
-from .pairs import PROMPT, make_drafter, make_target, plain, run
+from .pairs import PROMPT, Engine, make_drafter, make_target, plain, run
 
 
 @pytest.fixture(scope="module")
@@ -27,24 +26,14 @@ def test_a_whole_round_traces(pair, draft_len, sampler):
     """Under mx.compile an evaluation raises: a round that traces has no wait in it."""
     target, drafter = pair
     engine = Engine(target, drafter, rows=2)
-    state, shape = engine._state, RoundShape(draft_len, 8, sampler)
+    shape = RoundShape(draft_len, 8, sampler)
 
-    def traced(kv, bonus, hidden, length, budget, active, sampler):
-        whole = state._replace(
-            kv=kv,
-            bonus=bonus,
-            hidden=hidden,
-            length=length,
-            budget=budget,
-            active=active,
-            sampler=type(state.sampler)(*sampler),
-        )
-        after, result = run_round(target, drafter, engine.layout, whole, shape)
-        return after.kv, result
+    def traced(state):
+        return run_round(target, drafter, engine.layout, state, None, shape)
 
-    kv, result = mx.compile(traced)(*state[:6], list(state.sampler))
-    assert result.shape == (2, draft_len + 3)
-    assert len(kv) == len(state.kv)
+    state, result = mx.compile(traced)(engine._batch.state)
+    assert result.tokens.shape == (1, draft_len + 4)
+    assert len(state.kv) == len(engine._batch.state.kv)
 
 
 def test_a_wait_inside_a_round_would_be_caught(pair):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_mtp.engine.kv import Buffers, KVLayout, capacity_for
+from mlx_mtp.engine.processors import ProcessorState
 from mlx_mtp.engine.round import RoundShape, RoundState
 from mlx_mtp.engine.sampling import SamplerState, Sampling
 from mlx_mtp.models.drafter import Drafter
@@ -61,7 +62,7 @@ class Row:
             budget=mx.array([draft_len], dtype=mx.int32),
             active=mx.array([1], dtype=mx.int32),
             sampler=SamplerState.of([Sampling()]),
-            bias=None,
+            processors=ProcessorState(),
         )
         return state, RoundShape(draft_len, self.length, "greedy")
 
