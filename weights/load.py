@@ -7,13 +7,18 @@ a few kilobytes were read, never after a download.
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+import mlx.core as mx
 
 from mlx_mtp.errors import LoadError, UsageError
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.layers import on_cpu
 from mlx_mtp.models.target import Target
 from mlx_mtp.pair import GenerationDefaults, Pair
+from mlx_mtp.text.chat import ChatTemplate
+from mlx_mtp.text.tokenizer import Tokenizer
 from mlx_mtp.weights import fit
 from mlx_mtp.weights.checkpoint import Checkpoint, Folder, Progress
 from mlx_mtp.weights.find import find_pair
@@ -29,6 +34,7 @@ def load_pair(
     revision: str | None = None,
     drafter_revision: str | None = None,
     drafter_bits: int | None = None,
+    drafter_device: str | None = None,
     force_fit: bool = False,
     progress: Progress | None = None,
 ) -> Pair:
@@ -39,50 +45,60 @@ def load_pair(
     drafter_bits: what the drafter is quantised to as it is read: 4, 6 or 8; 0 leaves it as stored;
     None is 8 on a GPU and 0 on the CPU, where packed weights are slower. A drafter that is stored
     quantised stays as it is.
+    drafter_device: "cpu" or "gpu", which the drafter is laid out for; None is the target's.
     force_fit: load even where memory or disk will not do.
     progress: called with (what, bytes done, bytes in all) while weights come in.
-    Raises LoadError, PairError, FitError and UsageError; every check comes before any weight.
+    Raises LoadError, PairError, FitError and UsageError, all but the tokenizer's before any weight
+    is read; that one loads in a thread beside the weights, and ends their reading when it fails.
     """
     started = time.perf_counter()
+    here, device = mx.default_device(), _device(drafter_device)
     if drafter_bits not in (None, *DRAFTER_BITS):
         raise UsageError(f"drafter bits are {drafter_bits}; they must be one of {DRAFTER_BITS}")
-    if drafter is None and drafter_bits is not None:
-        raise UsageError("drafter bits were given, but no drafter")
+    if drafter is None and (drafter_bits is not None or drafter_device is not None):
+        raise UsageError("drafter bits or a drafter device were given, but no drafter")
     found = find_pair(model, drafter, revision, drafter_revision)
     target, assistant = found.target, found.drafter
-    planned: list[Planned[Target] | Planned[Drafter]] = [target]
-    if assistant is not None:
-        planned.append(assistant)
-        drafter_bits = _pack(assistant, drafter_bits)
     float32 = _float32_pays(target)
+    planned: list[tuple[Planned[Target] | Planned[Drafter], bool, mx.Device]]
+    planned = [(target, float32, here)]
+    if assistant is not None:
+        with mx.stream(device):
+            drafter_bits = _pack(assistant, drafter_bits)
+            own = float32 if device == here else _float32_pays(assistant)
+        planned.append((assistant, own, device))
     if not force_fit:
         fit.check(
-            [p.nbytes(float32) for p in planned],
+            [p.nbytes(in_float32) for p, in_float32, _ in planned],
             target.text,
             float32,
             quantized=bool(target.quantized),
         )
         downloads: dict[Path, int] = {}
-        for p in planned:  # both may go to one disk
+        for p, *_ in planned:  # both may go to one disk
             size = p.source.to_download(p.files)
             downloads[p.source.disk] = downloads.get(p.source.disk, 0) + size
         for disk, size in downloads.items():
             fit.check_disk(size, disk)
     folder = target.source.fetch(target.files, progress)
+    with ThreadPoolExecutor(1) as pool:
+        words: Future[tuple[Tokenizer, ChatTemplate | None]] | None = None
 
-    from mlx_mtp.text.chat import ChatTemplate
-    from mlx_mtp.text.tokenizer import Tokenizer
+        def step(what: str, done: int, total: int) -> None:
+            # Parsing holds Python's lock, so it begins where reading is about to let go of it.
+            nonlocal words
+            words = words or pool.submit(_words, folder, target)
+            if words.done():
+                words.result()  # an error ends the reading
+            if progress is not None:
+                progress(what, done, total)
 
-    tokenizer = Tokenizer.from_folder(folder)
-    if tokenizer.vocab_size > target.text.vocab_size:
-        raise LoadError(
-            f"{target.checkpoint.where('tokenizer.json')} has {tokenizer.vocab_size} tokens, but "
-            f"the model's vocabulary is {target.text.vocab_size}: it belongs to another model"
-        )
-    template = ChatTemplate.from_folder(folder)
-    for p in planned:
-        p.read(float32=float32, progress=progress)
-    weights_bytes = sum(p.loaded_bytes() for p in planned)
+        for p, in_float32, where in planned:
+            with mx.stream(where):
+                p.read(float32=in_float32, progress=step)
+        assert words is not None
+        tokenizer, template = words.result()
+    weights_bytes = sum(p.loaded_bytes() for p, *_ in planned)
     # A tenth of the weights is what activations and allocation take beside them, at the most.
     headroom = fit.kv_bytes(target.text, target.module.dtype) + weights_bytes // 10
     restore_limits, limited = fit.set_memory_limits(weights_bytes, headroom)
@@ -101,9 +117,10 @@ def load_pair(
         drafter_name=None if assistant is None else assistant.source.name,
         drafter_revision=None if assistant is None else assistant.source.revision,
         drafter_bits=None if assistant is None else drafter_bits,
+        drafter_device=None if assistant is None else device.type.name,
         notices=[
             *found.notices,
-            *(notice for p in planned for notice in p.notices),
+            *(notice for p, *_ in planned for notice in p.notices),
             *([limited] if limited else []),
         ],
         weights_bytes=weights_bytes,
@@ -127,6 +144,26 @@ def load_drafter(folder: str | Path, *, float32: bool | None = None) -> Drafter:
 def _alone(planned: Planned[Model], float32: bool | None) -> Model:
     planned.read(float32=_float32_pays(planned) if float32 is None else float32)
     return planned.module
+
+
+def _device(asked: str | None) -> mx.Device:
+    """Raises UsageError where there is no such device."""
+    if asked not in (None, "cpu", "gpu"):
+        raise UsageError(f"the drafter device is {asked}; it must be cpu or gpu")
+    if asked == "gpu" and not mx.is_available(mx.gpu):
+        raise UsageError("the drafter device is gpu, but MLX finds no GPU here")
+    return mx.default_device() if asked is None else mx.Device(getattr(mx, asked))
+
+
+def _words(folder: Path, target: Planned[Target]) -> tuple[Tokenizer, ChatTemplate | None]:
+    """The tokenizer and the chat template of a folder. Raises LoadError."""
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer.vocab_size > target.text.vocab_size:
+        raise LoadError(
+            f"{target.checkpoint.where('tokenizer.json')} has {tokenizer.vocab_size} tokens, but "
+            f"the model's vocabulary is {target.text.vocab_size}: it belongs to another model"
+        )
+    return tokenizer, ChatTemplate.from_folder(folder)
 
 
 def _pack(drafter: Planned[Drafter], bits: int | None) -> int:

@@ -103,13 +103,19 @@ class Planned(Generic[Model]):
         folder = self.source.fetch(self.files, progress)
         weights = []
         done, total = 0, self.plan.nbytes
+
+        def tell() -> None:
+            if progress is not None:
+                progress(f"load {self.source.name}", done, total)
+
         try:
             for piece, size in self._pieces(folder, float32):
+                if not done:
+                    tell()
                 mx.eval([array for _, array in piece])
                 weights += piece
                 done += size
-                if progress is not None:
-                    progress(f"load {self.source.name}", done, total)
+                tell()
         except (RuntimeError, OSError) as error:
             raise LoadError(f"{self.source.name}: a weight file cannot be read: {error}") from None
         self._check_ordering(dict(weights))
@@ -144,6 +150,9 @@ class Planned(Generic[Model]):
         for name, part in self.plan.parts.items():
             of_file = wanted.setdefault(part.tensor.file, {})
             of_file.setdefault(part.tensor.name, []).append((name, part))
+        # The first is large, as the tokenizer's parser holds Python's lock while it is read; where
+        # tensors are converted, memory would peak.
+        limit = PIECE if float32 or self.packed else 8 * PIECE
         for file, tensors in wanted.items():
             # Once more from disk: it may have come over the network, or changed since.
             if not tensors.keys() <= Folder(folder).header(file).keys():
@@ -163,9 +172,9 @@ class Planned(Generic[Model]):
                     else:
                         piece.append((key, ready))
                     size += part.nbytes
-                if size >= PIECE:
+                if size >= limit:
                     yield piece, size
-                    piece, size = [], 0
+                    piece, size, limit = [], 0, PIECE
             if piece:
                 yield piece, size
 

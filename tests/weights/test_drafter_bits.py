@@ -105,6 +105,18 @@ def test_bits_that_cannot_be_honoured(target: Path, tmp_path: Path) -> None:
     assert "4 matrices stay as stored, layers.0.mlp.down_proj for one" in notice
 
 
+def test_the_device_of_the_drafter(target: Path, drafter: Path) -> None:
+    pair = load_pair(str(target), drafter=str(drafter), drafter_device="cpu")
+    assert pair.drafter_device == "cpu"
+    with pytest.raises(UsageError, match="the drafter device is npu; it must be cpu or gpu"):
+        load_pair(str(target), drafter_device="npu")
+    with pytest.raises(UsageError, match="but no drafter"):
+        load_pair(str(target), drafter=None, drafter_device="cpu")
+    if not mx.is_available(mx.gpu):
+        with pytest.raises(UsageError, match="gpu, but MLX finds no GPU here"):
+            load_pair(str(target), drafter=str(drafter), drafter_device="gpu")
+
+
 def test_memory_peaks_at_the_packed_weights_and_a_few_tensors(
     drafter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,6 +19,7 @@ from mlx_mtp.config import DRAFTER_TYPES
 from mlx_mtp.errors import FitError, LoadError, PairError, UsageError
 from mlx_mtp.models.layers import on_cpu
 from mlx_mtp.weights import fit, planned
+from mlx_mtp.weights.checkpoint import Checkpoint, Folder
 from mlx_mtp.weights.load import load_pair, load_target
 from tests.checkpoints import (
     SHAPES,
@@ -64,8 +67,9 @@ def test_a_pair_from_two_folders(target: Path, drafter: Path) -> None:
     assert pair.template is None
     assert pair.weights_bytes > 0
     assert pair.load_s > 0
-    assert {(done, total) for _, done, total in seen if done == total}
-    assert [what for what, *_ in seen] == [f"load {target}", f"load {drafter}"]
+    assert [(what, done / total) for what, done, total in seen] == [
+        (f"load {folder}", part) for folder in (target, drafter) for part in (0, 1)
+    ]
 
 
 @cpu_only
@@ -81,8 +85,6 @@ def test_bfloat16_becomes_float32_on_the_cpu_while_it_is_small(
 @cpu_only
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bytes_in_memory_are_known_beforehand(tmp_path: Path, shape: str) -> None:
-    from mlx_mtp.weights.checkpoint import Checkpoint, Folder
-
     plain = write_target(tmp_path / "plain", shape)
     for folder in (plain, write_vlm_quantized(plain, tmp_path / "packed")):
         for float32 in (True, False):
@@ -250,12 +252,43 @@ def test_force_fit_loads_anyway(target: Path, monkeypatch: pytest.MonkeyPatch) -
     assert load_pair(str(target), force_fit=True).drafter is None
 
 
-@pytest.mark.usefixtures("no_reading")
+# --- the tokenizer, which loads in a thread beside the weights ---
+
+
 def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
     config = target_config(vocab_size=64, vocab_size_per_layer_input=64)
     target = add_tokenizer(write_target(tmp_path, config=config))
+    before = threading.enumerate()
     with pytest.raises(LoadError, match=r"tokenizer\.json has 100 tokens"):
         load_pair(str(target))
+    assert set(threading.enumerate()) <= set(before)
+
+
+def test_a_broken_tokenizer_ends_the_reading(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (target / "tokenizer.json").write_text("{")
+    monkeypatch.setattr(planned, "PIECE", 1)
+    pieces: list[int] = []
+
+    def slow(_: str, done: int, __: int) -> None:
+        pieces.append(done)
+        time.sleep(0.02)
+
+    with pytest.raises(LoadError, match=r"tokenizer\.json: not a readable tokenizer"):
+        load_pair(str(target), progress=slow)
+    assert (
+        len(pieces) < 80 < len(planned.plan_target(Checkpoint.open(Folder.at(target))).plan.parts)
+    )
+
+
+def test_a_failed_read_leaves_no_thread(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: object) -> None:
+        raise RuntimeError("the disk is gone")
+
+    monkeypatch.setattr(mx, "eval", broken)
+    before = threading.enumerate()
+    with pytest.raises(LoadError, match="a weight file cannot be read: the disk is gone"):
+        load_pair(str(target))
+    assert set(threading.enumerate()) <= set(before)
 
 
 def test_a_name_that_is_nothing() -> None:
