@@ -258,7 +258,7 @@ def _draft_len(given: str | None) -> int | None:
     try:
         return int(given)
     except ValueError:
-        raise UsageError(f"draft length is {given!r}; it must be 0 to 8, or auto") from None
+        raise UsageError(f"--draft-len is {given!r}; it must be 0 to 8, or auto") from None
 
 
 def _bias(given: str) -> tuple[int, float]:
@@ -266,7 +266,7 @@ def _bias(given: str) -> tuple[int, float]:
     try:
         return int(token), float(bias)
     except ValueError:
-        raise UsageError(f"logit-bias is {given!r}; it must be ID:BIAS") from None
+        raise UsageError(f"--logit-bias is {given!r}; it must be ID:BIAS") from None
 
 
 def read_prompt(argument: str | None, file: Path | None, *, raw: bool) -> str:

@@ -413,5 +413,5 @@ def low_acceptance(stats: Stats, rounds: int = 20, least: float = 0.02) -> str |
         return None
     return (
         f"only {stats.accepted} of {stats.drafted} drafted tokens were accepted: the drafter does "
-        "not suit this model or this text, and --draft-len 0 is faster"
+        "not suit this model or this text, and plain decoding (--draft-len 0) is as fast"
     )

@@ -284,7 +284,8 @@ def test_the_context_bounds_prompt_and_answer(tmp_path):
     generation = stream(small, "hi", Options(max_tokens=100))
     assert generation.settings["max_tokens"] == room
     assert generation.notices == [
-        f"the model's context has room for {room} more tokens, not for the 100 asked for"
+        f"there is room for {room} more tokens in the context and in memory, not for the 100 "
+        "asked for"
     ]
     with pytest.raises(UsageError, match=r"\d+ tokens.*32"):
         stream(small, "hi " * 40)
@@ -316,7 +317,9 @@ def test_the_json_object_has_what_the_readme_says(pair):
         "timing",
         "memory",
         "settings",
+        "engine",
     ]
+    assert list(found["engine"]) == ["compile", "pipeline", "waits", "traces", "buffer_growths"]
     assert found["usage"] == {
         "prompt_tokens": len(found["prompt_token_ids"]),
         "completion_tokens": 4,

@@ -175,7 +175,7 @@ def test_d15_plain_decoding_three_ways(generate, model):
 
 
 def test_d06_a_useless_drafter_is_said_once_at_the_end(generate):
-    lines = generate("hi", "--max-tokens", "40").stderr.decode().splitlines()
+    lines = generate("hi", "--max-tokens", "40", "--draft-len", "4").stderr.decode().splitlines()
     assert len(lines) == 2
     assert "drafted tokens were accepted" in lines[1]
 

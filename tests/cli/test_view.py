@@ -200,7 +200,7 @@ def test_a_real_terminal_keeps_the_text_and_a_summary(model, generate):
     assert "\n".join(shown) == text
     assert prompt.startswith("mlx-mtp: prompt 17 tokens, ")
     assert decode.startswith("mlx-mtp: decode 12 tokens, ")
-    assert positions == "mlx-mtp: accepted by position 0.00 0.00 0.00 0.00"
+    assert positions.startswith("mlx-mtp: accepted by position 0.00 0.00")
     assert memory.startswith("mlx-mtp: memory ")
     assert after == ""
 
