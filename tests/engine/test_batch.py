@@ -1,0 +1,143 @@
+"""Continuous batching: rows come and go in buckets, and each says what it would say alone."""
+
+from __future__ import annotations
+
+import random
+
+import mlx.core as mx
+import pytest
+
+from mlx_mtp.engine.requests import Request
+from mlx_mtp.engine.sampling import Sampling
+from mlx_mtp.engine.session import Engine as Plain
+from mlx_mtp.errors import FitError, UsageError
+
+from .pairs import PROMPT, VOCAB, WINDOW, Engine, make_drafter, make_target, plain, run
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target()
+
+
+@pytest.mark.parametrize("pipeline", [True, False])
+def test_c12_rows_that_come_and_go_say_what_they_say_alone(target, pipeline):
+    """Nine requests of their own length, sampler, draft length and time of arrival on five rows."""
+    rng = random.Random(7)
+    requests, wanted = [], []
+    for i in range(9):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 5, WINDOW, 3 * WINDOW + 1]))]
+        tokens = rng.choice([3, 12, 40, 60])
+        sampling = Sampling(0.8, top_k=rng.choice([0, 9]), seed=i) if i % 3 == 0 else Sampling()
+        solo = Request(prompt, tokens, sampling, draft_len=0)
+        wanted += run(Engine(target), solo)
+        draft_len = rng.choice([None, 0, 3, 8])
+        requests.append(Request(prompt, tokens, sampling, draft_len=draft_len))
+    engine = Engine(target, make_drafter(), rows=5, pipeline=pipeline)
+    sizes, later = set(), list(requests[3:])
+    for request in requests[:3]:
+        engine.add(request)
+    while engine.busy or later:
+        if later and rng.random() < 0.1:
+            engine.add(later.pop(0))
+        engine.step()
+        sizes.add(len(engine._batch.rows))
+    assert [request.tokens for request in requests] == wanted
+    assert sizes >= {1, 2, 4}
+    assert sizes <= {1, 2, 4, 5}
+
+
+def test_a_row_left_alone_uses_a_bucket_of_one(target):
+    engine = Engine(target, make_drafter(), rows=8)
+    requests = [Request([i, 3, 5], 8 + 30 * (i == 4)) for i in range(6)]
+    sizes = []
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+        sizes.append(len(engine._batch.rows))
+    assert max(sizes) == 8
+    assert sizes[-1] == 1
+    assert engine.grown > 0
+
+
+def test_a_conversation_goes_on_from_its_row_after_others_ran(target):
+    engine = Engine(target, make_drafter(), rows=2)
+    first, other = Request(PROMPT, 20), Request([7, 7, 1], 20)
+    run(engine, first, other)
+    follow = PROMPT + first.tokens + [3, 1, 4]
+    second = Request(follow, 12)
+    assert run(engine, second) == [plain(target, follow, 12)]
+    assert second.stats.cached_tokens > len(PROMPT)
+
+
+def test_a_request_leaves_the_draft_length_of_another_alone(target):
+    """A fixed length is a row's budget, whatever the rows beside it draft."""
+    fixed, plain_row = Request(PROMPT, 30, draft_len=3), Request([4, 4], 30, draft_len=0)
+    run(Engine(target, make_drafter(), rows=2), fixed, plain_row)
+    assert plain_row.stats.drafted == 0
+    assert plain_row.stats.rounds == 29
+    assert fixed.stats.drafted == 3 * fixed.stats.rounds
+
+
+def test_without_pipelining_no_round_is_thrown_away(target):
+    """On the CPU a round is read before the next is dispatched: a stop costs nothing."""
+    text = plain(target, PROMPT, 30)
+    eos = frozenset([text[9]])
+    waits = {}
+    for pipeline in (False, True):
+        engine = Plain(target, pipeline=pipeline)
+        run(engine, Request(PROMPT, 30, eos=eos, draft_len=0))
+        waits[pipeline] = engine.waits
+        assert engine.describe()["pipeline"] is pipeline
+    assert waits[False] == text.index(text[9]) + 1
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_c11_packed_kv_at_any_draft_length_and_in_a_batch(target, bits):
+    """`--kv-bits` with and without drafts, past the window: as its own plain decoding."""
+    wide = make_target(global_head_dim=32)
+    prompts = [PROMPT, [3, 1, 4, 1, 5, 9, 2, 6]]
+    alone = [
+        run(Engine(wide, kv_bits=bits), Request(prompt, 40, draft_len=0))[0] for prompt in prompts
+    ]
+    for draft_len in (None, 1, 8):
+        requests = [Request(prompt, 40, draft_len=draft_len) for prompt in prompts]
+        assert run(Engine(wide, make_drafter_for(wide), rows=2, kv_bits=bits), *requests) == alone
+
+
+def make_drafter_for(target):
+    """Its heads are as wide as the target's: it reads the target's KV."""
+    from mlx_mtp.models.drafter import Drafter
+
+    from .pairs import drafter_config, randomise
+
+    return randomise(Drafter(drafter_config(global_head_dim=target.config.text.global_head_dim)), 2)
+
+
+def test_max_kv_bounds_prompt_and_answer(target):
+    engine = Engine(target, max_kv=20)
+    with pytest.raises(UsageError, match="20 tokens.* 20 "):
+        engine.add(Request([1] * 20, 5))
+    request = Request(PROMPT, 100)
+    run(engine, request)
+    assert len(PROMPT) + len(request.tokens) == 20
+    with pytest.raises(UsageError, match="max-kv is 1"):
+        Engine(target, max_kv=1)
+
+
+def test_an_answer_is_cut_to_what_memory_has_room_for(target):
+    """The prompt fits and the whole answer would not: as much is promised as fits."""
+    layout = Engine(target).layout
+    limit = mx.get_active_memory() + 4 * layout.nbytes(1, 1024)
+    engine = Engine(target, memory_limit=limit)
+    request = Request(PROMPT, 30_000)
+    engine.add(request)
+    assert 900 < request.max_tokens < 5000
+    with pytest.raises(FitError, match="30000 tokens needs .* GB of KV"):
+        engine.add(Request([1] * 30_000, 5))
+
+
+def test_how_many_rows_an_engine_takes(target):
+    with pytest.raises(UsageError, match="rows 17 must be 1 to 16"):
+        Engine(target, rows=17)
