@@ -142,6 +142,13 @@ def generate(
             "8 on a GPU, 0 on the CPU]"
         ),
     ] = None,
+    drafter_device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="gpu|cpu",
+            help="Where the drafter runs. [default: where the target does]",
+        ),
+    ] = None,
     compile_rounds: Annotated[
         bool | None,
         typer.Option(
@@ -172,6 +179,7 @@ def generate(
         "--drafter-revision": drafter_revision,
         "--draft-len": draft_len not in (None, "0"),
         "--drafter-bits": drafter_bits is not None,
+        "--drafter-device": drafter_device,
     }
     for name, given in needs.items():
         if no_drafter and given:
@@ -212,6 +220,7 @@ def generate(
         revision=revision,
         drafter_revision=drafter_revision,
         drafter_bits=None if plain else drafter_bits,
+        drafter_device=None if plain else drafter_device,
         force_fit=force_fit,
         progress=loading,
     )

@@ -200,6 +200,7 @@ class Answer:
             "drafter": pair.drafter_name,
             "drafter_revision": pair.drafter_revision,
             "drafter_bits": pair.drafter_bits,
+            "drafter_device": pair.drafter_device,
             "max_tokens": self.request.max_tokens,
             "draft_len": "auto" if draft_len is None else draft_len,
             "temperature": sampling.temperature,

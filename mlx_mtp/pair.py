@@ -46,11 +46,11 @@ class GenerationDefaults:
         suppress = token_ids(generation, where, "suppress_tokens")
         # transformers samples at temperature 1 where do_sample is true and no temperature given.
         warm = 1.0 if generation.get("do_sample") else 0.0
-        temperature = _number(generation, "temperature", where, warm, 0.0, float("inf"))
+        temperature = _number(generation, "temperature", where, warm, 0.0, 100.0)
         return cls(
             temperature=0.0 if generation.get("do_sample") is False else temperature,
-            top_k=int(_number(generation, "top_k", where, 0, 0, float("inf"))),
-            top_p=_number(generation, "top_p", where, 1.0, 0.0, 1.0),
+            top_k=int(_number(generation, "top_k", where, 0, 0, 2**31 - 1)),
+            top_p=_number(generation, "top_p", where, 1.0, 1e-9, 1.0),
             min_p=_number(generation, "min_p", where, 0.0, 0.0, 1.0),
             eos_token_ids=tuple(eos),
             # An id outside the vocabulary cannot be sampled, so it needs no suppressing.
@@ -93,9 +93,17 @@ class Pair:
     def engine(self, **how: Any) -> Engine:
         """An engine of this pair; `how` as `Engine` takes it. All of them learn from each other
         which draft length pays."""
+        import mlx.core as mx
+
         from mlx_mtp.engine.session import Engine
 
-        settings = {"draft_length": self.draft_length, "memory_limit": self.memory_limit}
+        device = self.drafter_device
+        beside = None if device in (None, mx.default_device().type.name) else getattr(mx, device)
+        settings: dict[str, Any] = {
+            "draft_length": self.draft_length,
+            "memory_limit": self.memory_limit,
+            "drafter_device": beside,
+        }
         return Engine(self.target, self.drafter, **(settings | how))
 
 

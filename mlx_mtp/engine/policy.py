@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from mlx_mtp.errors import UsageError
 from mlx_mtp.models.layers import on_cpu
 
 
@@ -18,9 +19,16 @@ class Policy:
     pipeline: bool
 
     @classmethod
-    def for_device(cls, compile: bool | None, pipeline: bool | None) -> Policy:
-        """None leaves the choice to the device."""
-        gpu = not on_cpu()
+    def for_device(
+        cls, compile: bool | None, pipeline: bool | None, beside: bool = False
+    ) -> Policy:
+        """None leaves the choice to the device. `beside`: the drafter runs on another device than
+        the target. A trace across both would compile kernels for the CPU, and the host cannot run
+        ahead of CPU work, so it is neither then; asked for, that raises UsageError."""
+        if beside and (compile or pipeline):
+            asked = "--compile" if compile else "--pipeline"
+            raise UsageError(f"{asked} cannot be had with a drafter on another device")
+        gpu = not on_cpu() and not beside
         return cls(gpu if compile is None else compile, gpu if pipeline is None else pipeline)
 
 

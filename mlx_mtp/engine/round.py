@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -77,9 +78,12 @@ def run_round(
     state: RoundState,
     copies: Copies | None,
     shape: RoundShape,
+    beside: mx.Device | mx.Stream | None = None,
 ) -> tuple[RoundState, RoundResult]:
-    """The state after one round, and its result."""
-    drafts = draft(target, drafter, layout, state, shape)
+    """The state after one round, and its result. `beside`: where the drafter runs, if not where
+    the target does; weights and KV lie in memory that both see."""
+    with nullcontext() if beside is None else mx.stream(beside):
+        drafts = draft(target, drafter, layout, state, shape)
     copied = None
     if shape.copied and copies is not None:
         pad = [(0, 0), (0, shape.draft_len - shape.steps)]
@@ -183,9 +187,16 @@ class Rounds:
 
     KEPT = 32  # compiled functions; a long text passes through many attended lengths
 
-    def __init__(self, target: Target, drafter: Drafter | None, layout: KVLayout, compiled: bool):
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        layout: KVLayout,
+        compiled: bool,
+        beside: mx.Device | mx.Stream | None = None,
+    ):
         self.target, self.drafter, self.layout = target, drafter, layout
-        self.compiled = compiled
+        self.compiled, self.beside = compiled, beside
         self.traces = 0
         self._runs: OrderedDict[tuple[object, ...], Run] = OrderedDict()
 
@@ -193,11 +204,9 @@ class Rounds:
         self, state: RoundState, copies: Copies | None, shape: RoundShape
     ) -> tuple[RoundState, RoundResult, bool]:
         """The state after the round, its result, and whether a function was traced for it."""
+        models = self.target, self.drafter, self.layout
         if not self.compiled:
-            return (
-                *run_round(self.target, self.drafter, self.layout, state, copies, shape),
-                False,
-            )
+            return *run_round(*models, state, copies, shape, self.beside), False
         # One trace for all bounds that attend to the same slots.
         tokens, capacity = shape.draft_len + 1, self.layout.capacity(state.kv)
         shape = shape._replace(bound=attended(shape.bound + tokens, capacity) - tokens)
@@ -209,7 +218,7 @@ class Rounds:
             self.traces += 1
 
             def traced(state: RoundState, copies: Copies | None) -> tuple[RoundState, RoundResult]:
-                return run_round(self.target, self.drafter, self.layout, state, copies, shape)
+                return run_round(*models, state, copies, shape)
 
             run = mx.compile(traced)
         self._runs[key] = run

@@ -64,7 +64,8 @@ class Engine:
     draft_length chooses every round's drafts for requests that leave it open. memory_limit: bytes
     that weights and KV may take; a prompt whose KV would pass it is refused. kv_bits: 8 or 4 to
     keep the KV of full layers quantised. max_kv: positions that a request may take. compile and
-    pipeline: see `Policy`; None leaves them to the device. Raises UsageError.
+    pipeline: see `Policy`; None leaves them to the device. drafter_device: where the drafter runs,
+    if not where the target does. Raises UsageError.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Engine:
         max_kv: int | None = None,
         compile: bool | None = None,
         pipeline: bool | None = None,
+        drafter_device: mx.Device | mx.Stream | None = None,
     ):
         if not 1 <= rows <= MAX_ROWS or not 1 <= prefill_chunk <= 4096:
             raise UsageError(
@@ -91,12 +93,12 @@ class Engine:
         self.draft_length = draft_length or AutoLength()
         self.prefill_chunk = prefill_chunk
         self.memory_limit = memory_limit
-        self.policy = Policy.for_device(compile, pipeline)
+        self.policy = Policy.for_device(compile, pipeline, drafter_device is not None)
         self.layout = KVLayout(target.config.text, target.dtype, kv_bits)
         self.context = min(target.config.text.max_position_embeddings, max_kv or 1 << 62)
         self.waits = 0  # how often the host waited for the device
         self.grown = 0  # how often buffers were copied: into larger ones, or another bucket
-        self.rounds = Rounds(target, drafter, self.layout, self.policy.compile)
+        self.rounds = Rounds(target, drafter, self.layout, self.policy.compile, drafter_device)
         self._batch = Batch(self.layout, rows)
         self._waiting: deque[Request] = deque()
         self._prefill: Prefill | None = None

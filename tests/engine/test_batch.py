@@ -117,7 +117,7 @@ def make_drafter_for(target):
 
 def test_max_kv_bounds_prompt_and_answer(target):
     engine = Engine(target, max_kv=20)
-    with pytest.raises(UsageError, match="20 tokens.* 20 "):
+    with pytest.raises(UsageError, match=r"20 tokens.* 20 "):
         engine.add(Request([1] * 20, 5))
     request = Request(PROMPT, 100)
     run(engine, request)
@@ -134,10 +134,23 @@ def test_an_answer_is_cut_to_what_memory_has_room_for(target):
     request = Request(PROMPT, 30_000)
     engine.add(request)
     assert 900 < request.max_tokens < 5000
-    with pytest.raises(FitError, match="30000 tokens needs .* GB of KV"):
+    with pytest.raises(FitError, match=r"30000 tokens needs .* GB of KV"):
         engine.add(Request([1] * 30_000, 5))
 
 
 def test_how_many_rows_an_engine_takes(target):
     with pytest.raises(UsageError, match="rows 17 must be 1 to 16"):
         Engine(target, rows=17)
+
+
+def test_a_drafter_on_another_stream_drafts_the_same(target):
+    """A second CPU stream stands in for another device: same text, same drafts."""
+    counts = []
+    for device in (None, mx.new_stream(mx.cpu)):
+        engine = Plain(target, make_drafter(), drafter_device=device)
+        request = Request(PROMPT, 40, draft_len=3)
+        assert run(engine, request) == [plain(target, PROMPT, 40)]
+        counts.append(request.stats.accepted_by_position)
+    assert counts[0] == counts[1]
+    with pytest.raises(UsageError, match="--compile cannot be had"):
+        Plain(target, make_drafter(), drafter_device=mx.cpu, compile=True)
