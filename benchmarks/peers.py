@@ -1,0 +1,181 @@
+"""The contestants of `benchmarks.compare`: one process each, a request a line in, a result out.
+
+    python -m benchmarks.peers ours|mlx-lm|mlx-vlm TARGET DRAFTER
+
+A request is {"prompt", "max_tokens", "eos", "draft_len", "compiled"}, a result {"tokens",
+"seconds", "cpu_seconds", "counted", "rounds"}: `counted` tokens came in `rounds` and `seconds`
+after the first one. The last round is left out: a loop that runs ahead has less left to do there
+than one that waits. `cpu_seconds` are the process's, which a busy machine moves less. mlx-lm
+decodes plainly and ignores `draft_len`; neither peer has anything to compile.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_mtp.models.layers import on_cpu
+
+Stream = Generator[tuple[int, int]]  # token, number of the round that brought it
+
+
+class Ours:
+    def __init__(self, target: Path, drafter: Path):
+        from mlx_mtp.weights.load import load_drafter, load_target
+
+        self.pair = load_target(target, float32=on_cpu()), load_drafter(drafter, float32=on_cpu())
+        self.engines: dict[tuple[int, bool], Any] = {}
+
+    def stream(self, request: dict[str, Any]) -> Stream:
+        from mlx_mtp.engine.draft_length import FixedLength
+        from mlx_mtp.engine.session import Engine, Request
+
+        k, compiled = request["draft_len"], request["compiled"]
+        if (k, compiled) not in self.engines:
+            options: dict[str, Any] = {"compile": True} if compiled else {}
+            self.engines[k, compiled] = Engine(*self.pair, draft_length=FixedLength(k), **options)
+        engine = self.engines[k, compiled]
+        asked = Request(
+            request["prompt"], request["max_tokens"], eos=frozenset(request["eos"]), draft_len=k
+        )
+        engine.add(asked)
+        number = 0
+        try:
+            while engine.busy:
+                for event in engine.step():
+                    yield from ((token, number) for token in event.tokens)
+                    number += bool(event.tokens)
+        finally:
+            while engine.busy:
+                engine.step()
+
+
+class MlxLm:
+    def __init__(self, target: Path, drafter: Path):
+        from mlx_lm.utils import load_model
+
+        self.model, _ = load_model(target)
+        if on_cpu():
+            self.model.set_dtype(mx.float32)
+        mx.eval(self.model.parameters())
+
+    def stream(self, request: dict[str, Any]) -> Stream:
+        from mlx_lm.generate import generate_step
+
+        prompt = mx.array(request["prompt"])
+        steps = generate_step(prompt, self.model, max_tokens=request["max_tokens"])
+        yield from ((int(token), number) for number, (token, _) in enumerate(steps))
+
+
+class MlxVlm:
+    """Its text-only path has no MTP, so the full model is made, with towers that are never run."""
+
+    def __init__(self, target: Path, drafter: Path):
+        from mlx_vlm.models import gemma4
+        from mlx_vlm.speculative.drafters import gemma4_assistant
+
+        raw = json.loads((target / "config.json").read_text())
+        text = gemma4.config.TextConfig.from_dict(raw.get("text_config", raw))
+        vision = gemma4.config.VisionConfig(num_hidden_layers=1, hidden_size=64)
+        self.model = gemma4.Model(gemma4.ModelConfig(text_config=text, vision_config=vision))
+        weights = {text_name(name): array for name, array in read(target).items()}
+        self.model.language_model.load_weights(list(weights.items()))
+        raw = json.loads((drafter / "config.json").read_text())
+        self.drafter = gemma4_assistant.Model(gemma4_assistant.ModelConfig.from_dict(raw))
+        self.drafter.load_weights(list(self.drafter.sanitize(read(drafter)).items()))
+        mx.eval(self.model.language_model.parameters(), self.drafter.parameters())
+
+    def stream(self, request: dict[str, Any]) -> Stream:
+        from mlx_vlm.generate.ar import generate_step
+
+        block = request["draft_len"] + 1
+        # A block beyond the configured size would be tried only after many good rounds.
+        self.drafter.config.block_size = block
+        steps = generate_step(
+            mx.array([request["prompt"]]),
+            self.model,
+            None,
+            None,
+            # Its last blocks shrink with what is left: kept out of what is counted.
+            max_tokens=request["max_tokens"] + block,
+            temperature=0.0,
+            draft_model=self.drafter,
+            draft_kind="mtp",
+            draft_block_size=block,
+        )
+        first, _ = next(steps)
+        yield int(first), 0
+        for token, _ in steps:
+            yield int(token), len(self.drafter.accept_lens)
+
+
+CONTESTANTS: dict[str, Any] = {"ours": Ours, "mlx-lm": MlxLm, "mlx-vlm": MlxVlm}
+
+
+def text_name(name: str) -> str:
+    """A text weight's name in any published layout -> that in mlx-vlm's language model."""
+    for prefix in ("model.language_model.", "language_model.model.", "model."):
+        if name.startswith(prefix):
+            return "model." + name.removeprefix(prefix)
+    return name
+
+
+def read(folder: Path) -> dict[str, mx.array]:
+    """A checkpoint's weights, in the dtype that this engine would use."""
+    weights: dict[str, mx.array] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights.update(mx.load(str(file)))  # type: ignore[arg-type]
+    floats = {n for n, a in weights.items() if on_cpu() and mx.issubdtype(a.dtype, mx.floating)}
+    return {n: a.astype(mx.float32) if n in floats else a for n, a in weights.items()}
+
+
+def timed(stream: Stream, max_tokens: int, eos: list[int]) -> dict[str, Any]:
+    """Runs `stream` to the end of its text and takes the time; WAITS where the contestant does."""
+    tokens: list[int] = []
+    times: list[tuple[float, float]] = []
+    numbers: list[int] = []
+    for token, number in stream:
+        if token in eos:
+            break
+        tokens.append(token)
+        times.append((time.perf_counter(), time.process_time()))
+        numbers.append(number)
+        if len(tokens) == max_tokens:
+            break
+    last = max((i for i, number in enumerate(numbers) if number < numbers[-1]), default=0)
+    seconds, cpu = (b - a for a, b in zip(times[0], times[last], strict=True))
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "counted": last,
+        "rounds": numbers[last],
+    }
+
+
+def main() -> None:
+    # Whatever a library prints goes to stderr; results have the real stdout for themselves.
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    name, *folders = sys.argv[1:]
+    contestant = CONTESTANTS[name](*map(Path, folders))
+    version = importlib.metadata.version("mlx-mtp" if name == "ours" else name)
+    print(json.dumps({"version": version}), file=results, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        stream = contestant.stream(request)
+        result = timed(stream, request["max_tokens"], request["eos"])
+        stream.close()
+        print(json.dumps(result), file=results, flush=True)
+
+
+if __name__ == "__main__":
+    main()
