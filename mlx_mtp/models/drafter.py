@@ -13,6 +13,7 @@ from mlx_mtp.models.layers import (
     ExpertLinear,
     KVView,
     QuantizedExpertLinear,
+    RMSNorm,
     Rotate,
     head,
     rotation,
@@ -51,7 +52,7 @@ class Drafter(nn.Module):
             DecoderLayer(text, kind, text.intermediate_size, kv_key=kind, own_kv=False)
             for kind in text.layer_types
         ]
-        self.norm = nn.RMSNorm(text.hidden_size, eps=text.rms_norm_eps)
+        self.norm = RMSNorm(text.hidden_size, eps=text.rms_norm_eps)
         backbone = config.backbone_hidden_size
         self.pre_projection = nn.Linear(2 * backbone, text.hidden_size, bias=False)
         self.post_projection = nn.Linear(text.hidden_size, backbone, bias=False)
@@ -60,6 +61,8 @@ class Drafter(nn.Module):
 
     def load_weights(self, file_or_weights: Any, strict: bool = True) -> Drafter:
         super().load_weights(file_or_weights, strict)
+        for layer in self.layers:
+            layer.stack()
         if "masked_embedding" in self:
             self._arrange_clusters()
         return self
@@ -77,10 +80,10 @@ class Drafter(nn.Module):
     ) -> mx.array:
         """One draft step: the token's embedding from the target [B, 1, H] and the hidden state
         of the token before it [B, 1, H] give the normed output [B, h]."""
-        x = self.pre_projection(mx.concatenate([embedding, hidden], -1))
+        x = self.pre_projection(mx.concatenate([embedding, hidden], -1).squeeze(1))
         for layer in self.layers:
             x = layer(x, kv, rotate[layer.kind])
-        return self.norm(x)[:, 0]
+        return self.norm(x)
 
     def next_hidden(self, out: mx.array) -> mx.array:
         """[B, h] -> what the next step takes in place of the target's hidden state, [B, 1, H]."""

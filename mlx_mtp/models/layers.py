@@ -42,6 +42,24 @@ def on_cpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
+    """mx.fast.rms_norm, which on the CPU takes more operations than this."""
+    if not on_cpu() or x.dtype != mx.float32:
+        return mx.fast.rms_norm(x, weight, eps)
+    # The sum in place of the mean: one operation less, and the weight (or eps) takes the factor.
+    x = x * mx.rsqrt(mx.square(x).mean(-1, keepdims=True) + eps)
+    return x if weight is None else x * weight
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.eps, self.weight = eps, mx.ones((size,))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return rms_norm(x, self.weight, self.eps)
+
+
 def gelu(x: mx.array) -> mx.array:
     """gelu_pytorch_tanh, as x * sigmoid(2 u) with 0.5 (1 + tanh u) = sigmoid(2 u).
 
@@ -55,7 +73,7 @@ def softcap(x: mx.array, cap: float | None) -> mx.array:
 
 
 def rotation(rope: Rope, head_dim: int, offset: mx.array, tokens: int) -> Rotate:
-    """RoPE for `tokens` positions from `offset` [B], as a function of [B, T, heads, head_dim].
+    """RoPE for `tokens` positions from `offset` [B], as a function of [B, heads, T, head_dim].
 
     Pairs are (i, i + head_dim / 2); of these the first `fraction` turn by theta^(-2i / head_dim)
     and the rest stand still. The exponent's denominator is the head dim even where only a part
@@ -68,8 +86,8 @@ def rotation(rope: Rope, head_dim: int, offset: mx.array, tokens: int) -> Rotate
         freqs = mx.array(periods + [float("inf")] * (half - turning), dtype=mx.float32)
 
         def fused(x: mx.array) -> mx.array:
-            y = mx.fast.rope(
-                x.swapaxes(1, 2),
+            return mx.fast.rope(
+                x,
                 head_dim,
                 traditional=False,
                 base=None,
@@ -77,12 +95,11 @@ def rotation(rope: Rope, head_dim: int, offset: mx.array, tokens: int) -> Rotate
                 offset=offset,
                 freqs=freqs,
             )
-            return y.swapaxes(1, 2)
 
         return fused
     speeds = mx.array([1 / p for p in periods] + [0.0] * (half - turning), dtype=mx.float32)
     positions = (offset[:, None] + mx.arange(tokens)).astype(mx.float32)
-    angles = positions[:, :, None, None] * speeds
+    angles = positions[:, None, :, None] * speeds
     cos, sin = mx.cos(angles), mx.sin(angles)
     cos, sin = mx.concatenate([cos, cos], -1), mx.concatenate([-sin, sin], -1)
 
@@ -91,6 +108,29 @@ def rotation(rope: Rope, head_dim: int, offset: mx.array, tokens: int) -> Rotate
         return x * cos.astype(x.dtype) + swapped * sin.astype(x.dtype)
 
     return written_out
+
+
+class Stacked(nn.Module):
+    """Linear maps of one input as a single one, whose rows are theirs in order. Maps that are
+    packed differently stay apart and only their outputs are joined."""
+
+    def __init__(self, *maps: nn.Module):
+        super().__init__()
+        packing = ("bits", "group_size", "mode")
+        if len({(type(m), *(getattr(m, name, None) for name in packing)) for m in maps}) == 1:
+            for name in maps[0].parameters():
+                parts = [m[name] for m in maps]
+                if on_cpu() and parts[0].dtype == mx.float32:
+                    # As lay_out_for_cpu wants it, which then needs no second copy.
+                    maps[0][name] = mx.concatenate([p.T for p in parts], -1).T
+                else:
+                    maps[0][name] = mx.concatenate(parts)
+            maps = maps[:1]
+        self.maps = list(maps)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        parts = [m(x) for m in self.maps]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, -1)
 
 
 class Attention(nn.Module):
@@ -105,27 +145,35 @@ class Attention(nn.Module):
         width = config.hidden_size
         self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=self.eps)
+        self.q_norm = RMSNorm(self.head_dim, eps=self.eps)
         if own_kv:
             self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
             if not config.k_eq_v(kind):
                 self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
-            self.k_norm = nn.RMSNorm(self.head_dim, eps=self.eps)
+            self.k_norm = RMSNorm(self.head_dim, eps=self.eps)
+
+    def stack(self) -> None:
+        """Once loaded: one product for queries, keys and values, one weight for the
+        norms of query and key heads, [heads, 1, head_dim] (queries alone: [head_dim])."""
+        names = [name for name in ("q_proj", "k_proj", "v_proj") if name in self]
+        self.qkv_proj = Stacked(*(self.pop(name) for name in names))
+        self.qk_norm = self.pop("q_norm").weight
+        if self.own_kv:
+            of_keys = self.pop("k_norm").weight
+            of_heads = [self.qk_norm] * self.heads + [of_keys] * self.kv_heads
+            self.qk_norm = mx.stack(of_heads)[:, None]
 
     def __call__(self, x: mx.array, kv: KVView, rotate: Rotate) -> mx.array:
-        B, T, _ = x.shape
-        queries = self.q_norm(self.q_proj(x).reshape(B, T, self.heads, self.head_dim))
+        B, rows = len(kv.offset), len(x)
+        heads = self.qkv_proj(x).reshape(B, rows // B, -1, self.head_dim).swapaxes(1, 2)
+        heads = rms_norm(heads, None, self.eps)
+        turning = self.heads + (self.kv_heads if self.own_kv else 0)
+        turned = rotate(heads[:, :turning] * self.qk_norm)
         if self.own_kv:
-            raw = self.k_proj(x).reshape(B, T, self.kv_heads, self.head_dim)
-            values = raw
-            if "v_proj" in self:
-                values = self.v_proj(x).reshape(B, T, self.kv_heads, self.head_dim)
             # V has a norm without weight, and no RoPE even where it is the raw key.
-            values = mx.fast.rms_norm(values, None, self.eps)
-            keys = rotate(self.k_norm(raw))
-            kv.write(self.kv_key, keys.swapaxes(1, 2), values.swapaxes(1, 2))
-        out = kv.attend(self.kv_key, rotate(queries).swapaxes(1, 2))
-        return self.o_proj(out.swapaxes(1, 2).reshape(B, T, -1))
+            kv.write(self.kv_key, turned[:, self.heads :], heads[:, -self.kv_heads :])
+        out = kv.attend(self.kv_key, turned[:, : self.heads])
+        return self.o_proj(out.swapaxes(1, 2).reshape(rows, -1))
 
 
 class MLP(nn.Module):
@@ -135,8 +183,13 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
+    def stack(self) -> None:
+        """Once loaded: one product for gate and up."""
+        self.gate_up_proj = Stacked(self.pop("gate_proj"), self.pop("up_proj"))
+
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(gelu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = mx.split(self.gate_up_proj(x), 2, -1)
+        return self.down_proj(gelu(gate) * up)
 
 
 class ExpertLinear(nn.Module):
@@ -213,7 +266,7 @@ class Router(nn.Module):
         self.per_expert_scale = mx.ones((config.num_experts,))
 
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """[B, T, H] -> (experts int [B, T, k], their weights [B, T, k])."""
+        """[rows, H] -> (experts int [rows, k], their weights [rows, k])."""
         x = mx.fast.rms_norm(x, None, self.eps) * self.scale * self.root
         scores = self.proj(x).astype(mx.float32)
         chosen = mx.argpartition(-scores, self.top_k - 1, axis=-1)[..., : self.top_k]
@@ -233,15 +286,14 @@ class Experts(nn.Module):
         self.down_proj = ExpertLinear(n, inner, width)
 
     def __call__(self, x: mx.array, chosen: mx.array, weights: mx.array) -> mx.array:
-        """[B, T, H] through the experts [B, T, k] of each row, added up by their weights."""
-        B, T, K = chosen.shape
-        if B * T * K < self.SORT_FROM:
-            out = self._run(x[:, :, None, None, :], chosen)
+        """[rows, H] through the experts [rows, k] of each row, added up by their weights."""
+        rows, K = chosen.shape
+        if rows * K < self.SORT_FROM:
+            out = self._run(x[:, None, None, :], chosen)
             return (out.squeeze(-2) * weights[..., None]).sum(-2)
         order = mx.argsort(chosen.flatten())
-        rows = x.reshape(B * T, -1)[order // K][:, None, None, :]
-        out = self._run(rows, chosen.flatten()[order][:, None], in_order=True)
-        out = out.reshape(B * T * K, -1)[mx.argsort(order)].reshape(B, T, K, -1)
+        out = self._run(x[order // K][:, None, None, :], chosen.flatten()[order][:, None], True)
+        out = out.reshape(rows * K, -1)[mx.argsort(order)].reshape(rows, K, -1)
         return (out * weights[..., None]).sum(-2)
 
     def _run(self, x: mx.array, chosen: mx.array, in_order: bool = False) -> mx.array:
@@ -259,27 +311,32 @@ class DecoderLayer(nn.Module):
         self.kind = kind
         self.self_attn = Attention(config, kind, kv_key, own_kv)
         self.mlp = MLP(width, mlp_width)
-        self.input_layernorm = nn.RMSNorm(width, eps=eps)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
-        self.pre_feedforward_layernorm = nn.RMSNorm(width, eps=eps)
-        self.post_feedforward_layernorm = nn.RMSNorm(width, eps=eps)
+        self.input_layernorm = RMSNorm(width, eps=eps)
+        self.post_attention_layernorm = RMSNorm(width, eps=eps)
+        self.pre_feedforward_layernorm = RMSNorm(width, eps=eps)
+        self.post_feedforward_layernorm = RMSNorm(width, eps=eps)
         if config.enable_moe_block:
             self.router = Router(config)
             self.experts = Experts(config)
-            self.post_feedforward_layernorm_1 = nn.RMSNorm(width, eps=eps)
-            self.post_feedforward_layernorm_2 = nn.RMSNorm(width, eps=eps)
-            self.pre_feedforward_layernorm_2 = nn.RMSNorm(width, eps=eps)
+            self.post_feedforward_layernorm_1 = RMSNorm(width, eps=eps)
+            self.post_feedforward_layernorm_2 = RMSNorm(width, eps=eps)
+            self.pre_feedforward_layernorm_2 = RMSNorm(width, eps=eps)
         if config.hidden_size_per_layer_input:
             inner = config.hidden_size_per_layer_input
             self.per_layer_input_gate = nn.Linear(width, inner, bias=False)
             self.per_layer_projection = nn.Linear(inner, width, bias=False)
-            self.post_per_layer_input_norm = nn.RMSNorm(width, eps=eps)
+            self.post_per_layer_input_norm = RMSNorm(width, eps=eps)
         self.layer_scalar = mx.ones((1,))
+
+    def stack(self) -> None:
+        """Once loaded: products of one input become one."""
+        self.self_attn.stack()
+        self.mlp.stack()
 
     def __call__(
         self, x: mx.array, kv: KVView, rotate: Rotate, per_layer: mx.array | None = None
     ) -> mx.array:
-        """[B, T, H] -> [B, T, H]; `per_layer` is [B, T, width of per-layer embeddings]."""
+        """[B * T, H] -> the same; `per_layer` is [B * T, width of per-layer embeddings]."""
         attended = self.self_attn(self.input_layernorm(x), kv, rotate)
         x = x + self.post_attention_layernorm(attended)
         out = self.mlp(self.pre_feedforward_layernorm(x))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_mtp.config import TargetConfig
-from mlx_mtp.models.layers import DecoderLayer, KVView, Rotate, head, rotation, softcap
+from mlx_mtp.models.layers import DecoderLayer, KVView, RMSNorm, Rotate, head, rotation, softcap
 
 
 class Target(nn.Module):
@@ -21,12 +23,12 @@ class Target(nn.Module):
             )
             for i, kind in enumerate(text.layer_types)
         ]
-        self.norm = nn.RMSNorm(text.hidden_size, eps=text.rms_norm_eps)
+        self.norm = RMSNorm(text.hidden_size, eps=text.rms_norm_eps)
         if text.hidden_size_per_layer_input:
             packed = text.num_hidden_layers * text.hidden_size_per_layer_input
             self.embed_tokens_per_layer = nn.Embedding(text.vocab_size_per_layer_input, packed)
             self.per_layer_model_projection = nn.Linear(text.hidden_size, packed, bias=False)
-            self.per_layer_projection_norm = nn.RMSNorm(
+            self.per_layer_projection_norm = RMSNorm(
                 text.hidden_size_per_layer_input, eps=text.rms_norm_eps
             )
         if not text.tie_word_embeddings:
@@ -38,30 +40,39 @@ class Target(nn.Module):
         return self.norm.weight.dtype
 
     def embed(self, ids: mx.array) -> mx.array:
-        """int [B, T] -> [B, T, H], times sqrt(H) rounded to the weights' dtype."""
+        """int [...] -> [..., H], times sqrt(H) rounded to the weights' dtype."""
         return self.embed_tokens(ids) * self.config.text.hidden_size**0.5
+
+    def load_weights(self, file_or_weights: Any, strict: bool = True) -> Target:
+        super().load_weights(file_or_weights, strict)
+        for layer in self.layers:
+            layer.stack()
+        return self
 
     def __call__(self, ids: mx.array, kv: KVView, keep: int | None = None) -> mx.array:
         """int [B, T] -> the hidden state after the final norm [B, T, H]; writes KV through `kv`.
 
         keep=1 gives only the last position [B, 1, H] and keep=0 nothing [B, 0, H]: layers that
         own no KV then run for that many positions, which saves over half of E2B's prefill.
+        Inside, rows of all sequences lie under each other, [B * T, H]: a product of two
+        dimensions is a single operation.
         """
         text = self.config.text
-        x = self.embed(ids)
-        per_layer = self._per_layer_inputs(ids, x)
-        rotate = self._rotations(kv, ids.shape[1])
+        B, T = ids.shape
+        x = self.embed(ids.flatten())
+        per_layer = self._per_layer_inputs(ids.flatten(), x)
+        rotate = self._rotations(kv, T)
         for i, layer in enumerate(self.layers):
             if i == text.num_owners and keep is not None:
-                x, per_layer, kv = _narrow(x, per_layer, kv, keep)
+                x = _last(x, B, keep)
                 if keep == 0:
-                    return x
-                rotate = self._rotations(kv, keep)
-            inputs = None if per_layer is None else per_layer[:, :, i]
-            x = layer(x, kv, rotate[layer.kind], inputs)
+                    break
+                per_layer = [p if p is None else _last(p, B, keep) for p in per_layer]
+                kv, rotate = kv.last(), self._rotations(kv.last(), keep)
+            x = layer(x, kv, rotate[layer.kind], per_layer[i])
         if keep is not None:
-            x = x[:, x.shape[1] - keep :]
-        return x if keep == 0 else self.norm(x)
+            x = _last(x, B, keep)
+        return self.norm(x).reshape(B, -1, text.hidden_size)
 
     def logits(self, hidden: mx.array) -> mx.array:
         """[B, T, H] after the final norm -> [B, T, vocabulary], softcapped."""
@@ -74,25 +85,20 @@ class Target(nn.Module):
             for kind in text.donors
         }
 
-    def _per_layer_inputs(self, ids: mx.array, x: mx.array) -> mx.array | None:
-        """[B, T, layers, width]: the token's own per-layer embedding plus one made from x."""
+    def _per_layer_inputs(self, ids: mx.array, x: mx.array) -> list[mx.array | None]:
+        """[rows, width] for each layer: the token's own per-layer embedding plus one made from x;
+        or None for each."""
         text = self.config.text
-        width = text.hidden_size_per_layer_input
+        layers, width = text.num_hidden_layers, text.hidden_size_per_layer_input
         if not width:
-            return None
-        shape = (*ids.shape, text.num_hidden_layers, width)
+            return [None] * layers
         made = self.per_layer_model_projection(x) * text.hidden_size**-0.5
-        made = self.per_layer_projection_norm(made.reshape(shape))
-        own = self.embed_tokens_per_layer(ids).reshape(shape) * width**0.5
-        return (made + own) * 2.0**-0.5
+        made = self.per_layer_projection_norm(made.reshape(-1, layers, width)).flatten(1)
+        own = self.embed_tokens_per_layer(ids) * width**0.5
+        return list(mx.split((made + own) * 2.0**-0.5, layers, -1))
 
 
-def _narrow(
-    x: mx.array, per_layer: mx.array | None, kv: KVView, keep: int
-) -> tuple[mx.array, mx.array | None, KVView]:
-    start = x.shape[1] - keep
-    return (
-        x[:, start:],
-        None if per_layer is None else per_layer[:, start:],
-        kv.last() if keep else kv,
-    )
+def _last(x: mx.array, sequences: int, keep: int) -> mx.array:
+    """The last `keep` rows of each sequence: [B * T, n] -> [B * keep, n]."""
+    tokens, width = len(x) // sequences, x.shape[1]
+    return x.reshape(sequences, tokens, width)[:, tokens - keep :].reshape(-1, width)

@@ -11,7 +11,14 @@ import pytest
 
 from mlx_mtp.config import Rope
 from mlx_mtp.models import layers
-from mlx_mtp.models.layers import ColumnLinear, ExpertLinear, Experts, Router, lay_out_for_cpu
+from mlx_mtp.models.layers import (
+    ColumnLinear,
+    ExpertLinear,
+    Experts,
+    Router,
+    Stacked,
+    lay_out_for_cpu,
+)
 
 from ..engine.pairs import make_target, randomise, target_config
 
@@ -39,7 +46,8 @@ def test_rope_turns_the_pairs_it_should(fraction):
     head_dim, theta = 16, 1e4
     x = mx.random.normal((2, 3, 1, head_dim), key=mx.random.key(1))
     rotate = layers.rotation(Rope(theta, fraction), head_dim, mx.array([5, 900]), 3)
-    got, given = np.array(rotate(x)), np.array(x, dtype=np.float64)
+    got = np.array(rotate(x.swapaxes(1, 2)).swapaxes(1, 2))
+    given = np.array(x, dtype=np.float64)
     wanted = given.copy()
     for row, start in enumerate((5, 900)):
         for t in range(3):
@@ -54,7 +62,7 @@ def test_rope_turns_the_pairs_it_should(fraction):
 @pytest.mark.parametrize("fraction", [1.0, 0.25])
 def test_the_gpus_fused_rope_is_the_same(fraction, monkeypatch):
     """MLX runs the fused operation on the CPU too, by its fallback."""
-    x = mx.random.normal((2, 4, 3, 32), key=mx.random.key(2))
+    x = mx.random.normal((2, 3, 4, 32), key=mx.random.key(2))
     ways = []
     for cpu in (True, False):
         monkeypatch.setattr(layers, "on_cpu", lambda cpu=cpu: cpu)
@@ -72,21 +80,21 @@ def moe():
 
 def test_experts_add_up_by_weight(moe):
     experts, router = moe
-    x = mx.random.normal((1, 3, 32), key=mx.random.key(5))
+    x = mx.random.normal((3, 32), key=mx.random.key(5))
     chosen, weights = router(x)
     got = experts(x, chosen, weights)
     for t in range(3):
         wanted = mx.zeros((32,))
-        for expert, weight in zip(chosen[0, t].tolist(), weights[0, t], strict=True):
-            inner = layers.gelu(x[0, t] @ experts.gate_proj.weight[expert].T)
-            inner = inner * (x[0, t] @ experts.up_proj.weight[expert].T)
+        for expert, weight in zip(chosen[t].tolist(), weights[t], strict=True):
+            inner = layers.gelu(x[t] @ experts.gate_proj.weight[expert].T)
+            inner = inner * (x[t] @ experts.up_proj.weight[expert].T)
             wanted = wanted + weight * (inner @ experts.down_proj.weight[expert].T)
-        assert close(got[0, t], wanted, 1e-4)
+        assert close(got[t], wanted, 1e-4)
 
 
 def test_many_rows_go_by_expert_and_come_back_in_order(moe, monkeypatch):
     experts, router = moe
-    x = mx.random.normal((2, 20, 32), key=mx.random.key(6))
+    x = mx.random.normal((40, 32), key=mx.random.key(6))
     chosen, weights = router(x)
     assert chosen.size >= Experts.SORT_FROM
     by_expert = experts(x, chosen, weights)
@@ -97,15 +105,15 @@ def test_many_rows_go_by_expert_and_come_back_in_order(moe, monkeypatch):
 def test_the_router_renormalises_the_best(moe):
     """Softmax over all experts in float32, the best two, renormalised, times each one's scale."""
     _, router = moe
-    x = mx.random.normal((1, 5, 32), key=mx.random.key(7))
+    x = mx.random.normal((5, 32), key=mx.random.key(7))
     normed = x * mx.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * router.scale * 32**-0.5
     probs = np.array(mx.softmax(router.proj(normed), -1))
     chosen, weights = router(x)
     for t in range(5):
-        best = np.argsort(-probs[0, t])[:2]
-        assert set(chosen[0, t].tolist()) == set(best.tolist())
-        for expert, weight in zip(chosen[0, t].tolist(), weights[0, t].tolist(), strict=True):
-            share = probs[0, t, expert] / probs[0, t, best].sum()
+        best = np.argsort(-probs[t])[:2]
+        assert set(chosen[t].tolist()) == set(best.tolist())
+        for expert, weight in zip(chosen[t].tolist(), weights[t].tolist(), strict=True):
+            share = probs[t, expert] / probs[t, best].sum()
             assert weight == pytest.approx(share * router.per_expert_scale[expert].item(), rel=1e-4)
 
 
@@ -128,19 +136,33 @@ def test_the_cpus_layout_changes_no_result():
     ids = mx.array([[1, 2, 3]])
     stored, laid_out = make_target(), make_target()
     lay_out_for_cpu(laid_out)
-    assert type(laid_out.layers[0].mlp.up_proj) is ColumnLinear
+    assert type(laid_out.layers[0].mlp.down_proj) is ColumnLinear
     assert type(laid_out.lm_head) is ColumnLinear
     x = stored.embed(ids)
     assert close(stored.logits(x), laid_out.logits(x), 1e-4)
-    for name in ("gate_proj", "down_proj"):
-        a, b = getattr(stored.layers[1].mlp, name), getattr(laid_out.layers[1].mlp, name)
-        y = mx.random.normal((2, a.weight.shape[1]), key=mx.random.key(10))
-        assert close(a(y), b(y), 1e-4)
+    a, b = stored.layers[1], laid_out.layers[1]
+    y = mx.random.normal((2, 32), key=mx.random.key(10))
+    assert close(a.mlp(y), b.mlp(y), 1e-4)
+    assert close(a.self_attn.qkv_proj(y), b.self_attn.qkv_proj(y), 1e-4)
+
+
+@pytest.mark.parametrize("bits", [(None, None), (4, 4), (4, 8), (4, None)], ids=str)
+def test_stacked_maps_give_their_outputs_side_by_side(bits):
+    """One product where both are stored alike, else two."""
+    maps, wanted = [], []
+    x = mx.random.normal((3, 64), key=mx.random.key(11))
+    for i, b in enumerate(bits):
+        dense = nn.Linear(64, 32 * (i + 1), bias=False)
+        maps.append(nn.QuantizedLinear.from_linear(dense, 64, b) if b else dense)
+        wanted.append(maps[-1](x))
+    stacked = Stacked(*maps)
+    assert len(stacked.maps) == (1 if bits[0] == bits[1] else 2)
+    assert close(stacked(x), mx.concatenate(wanted, -1), 1e-4)
 
 
 def test_the_cpus_layout_leaves_packed_and_half_weights_alone():
     half = make_target()
     half.set_dtype(mx.bfloat16)
     lay_out_for_cpu(half)
-    assert type(half.layers[0].mlp.up_proj) is nn.Linear
+    assert type(half.layers[0].mlp.down_proj) is nn.Linear
     assert "lm_head" not in half
