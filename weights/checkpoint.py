@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -202,6 +203,8 @@ def parse_header(
             if name == "__metadata__":
                 continue
             begin, end = entry["data_offsets"]
+            if not 0 <= begin <= end:
+                raise ValueError
             shape = tuple(int(n) for n in entry["shape"])
             # MLX goes by the shape alone, and a read past the end would end the process.
             size_of_one = _ITEMSIZE.get(entry["dtype"])
@@ -212,7 +215,11 @@ def parse_header(
             )
     except (ValueError, KeyError, TypeError, AttributeError):
         raise LoadError(f"{where} is not a safetensors file: its header cannot be read") from None
-    needed = max((t.start + t.nbytes for t in tensors.values()), default=0)
+    in_order = sorted(tensors.values(), key=lambda t: (t.start, t.nbytes))
+    for a, b in pairwise(in_order):
+        if a.start + a.nbytes > b.start:
+            raise LoadError(f"{where} is broken: {a.name} and {b.name} overlap; fetch it again")
+    needed = max((t.start + t.nbytes for t in in_order), default=0)
     if size is not None and needed > size:
         raise LoadError(
             f"{where} is cut off: it has {size} bytes, its header needs {needed}; fetch it again"

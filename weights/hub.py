@@ -187,6 +187,8 @@ def _explained(name: str, revision: str, file: str = "") -> Iterator[None]:
         raise _NoNetwork(f"{what}: {said}; {again}") from None
     except errors.HFValidationError:
         raise LoadError(f"{name} is no hub id (owner/name)") from None
+    except (ValueError, KeyError, TypeError, AttributeError):  # what parsing a wrong answer raises
+        raise LoadError(f"{what}: {endpoint} is no hub; check HF_ENDPOINT") from None
     except OSError as error:
         if error.errno is None:  # huggingface_hub's check of a file's size
             raise _NoNetwork(f"{what}: the download broke off; {again}") from None

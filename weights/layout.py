@@ -141,6 +141,8 @@ def quantize(module: nn.Module, plan: Plan, checkpoint: Checkpoint) -> dict[str,
     block = block if isinstance(block, Mapping) else {}
     stated = {strip(k): v for k, v in block.items() if isinstance(v, (Mapping, bool))}
     chosen: dict[str, dict[str, Any]] = {}
+    if not any(name.endswith(".scales") for name in plan.parts):
+        return chosen
 
     def decide(path: str, layer: nn.Module) -> bool | dict[str, Any]:
         if f"{path}.scales" not in plan.parts or not hasattr(layer, "to_quantized"):
@@ -197,14 +199,14 @@ def check(module: nn.Module, plan: Plan, checkpoint: Checkpoint) -> None:
         raise LoadError(f"{checkpoint.name}: the tensors do not match: {', '.join(told)}")
     for key, array in expected.items():
         part = plan.parts[key]
-        where = f"{checkpoint.where(part.tensor.file)}: {part.tensor.name}"
         if part.shape != array.shape or (part.half == 1 and part.tensor.shape[-2] % 2):
-            raise LoadError(
-                f"{where} has shape {list(part.shape)}, but the config asks for "
-                f"{list(array.shape)} in {key}"
-            )
-        if part.tensor.dtype not in _dtypes(array):
-            raise LoadError(f"{where} is stored as {part.tensor.dtype}, which cannot be used here")
+            wrong = f"has shape {list(part.shape)}, but the config asks for {list(array.shape)}"
+            wrong += f" in {key}"
+        elif part.tensor.dtype not in _dtypes(array):
+            wrong = f"is stored as {part.tensor.dtype}, which cannot be used here"
+        else:
+            continue
+        raise LoadError(f"{checkpoint.where(part.tensor.file)}: {part.tensor.name} {wrong}")
 
 
 def _dtypes(array: mx.array) -> tuple[str, ...]:

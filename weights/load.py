@@ -25,6 +25,7 @@ from mlx_mtp.weights.find import find_pair
 from mlx_mtp.weights.planned import Model, Planned, plan_drafter, plan_target
 
 DRAFTER_BITS = (0, 4, 6, 8)
+NO_BOS = "its tokenizer has no BOS token, so prompts begin without one"
 
 
 def load_pair(
@@ -122,6 +123,7 @@ def load_pair(
             *found.notices,
             *(notice for p, *_ in planned for notice in p.notices),
             *([limited] if limited else []),
+            *([] if tokenizer.bos_id is not None else [f"{target.source.name}: {NO_BOS}"]),
         ],
         weights_bytes=weights_bytes,
         memory_limit=None if force_fit else fit.device_bytes(),

@@ -78,7 +78,7 @@ class FakeHub:
         commit = hashlib.sha1(str(folder).encode()).hexdigest()
         commit = revision if len(revision) == len(commit) else commit
         if not file:
-            return self._json(request, self._info(repo, commit, folder))
+            return self.body(request, json.dumps(self._info(repo, commit, folder)).encode())
         if not (folder / file).is_file():
             return self._fail(request, 404, "EntryNotFound")
         return self._file(request, folder / file, commit)
@@ -115,8 +115,7 @@ class FakeHub:
             if broken:
                 request.close_connection = True
 
-    def _json(self, request: BaseHTTPRequestHandler, value: object) -> None:
-        body = json.dumps(value).encode()
+    def body(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
         request.send_response(200)
         request.send_header("Content-Type", "application/json")
         request.send_header("Content-Length", str(len(body)))

@@ -67,6 +67,21 @@ def test_case_g17_a_header_that_promises_more_than_there_is(tmp_path: Path) -> N
     assert "model.safetensors is not a safetensors file" in refused(folder)
 
 
+def test_tensors_that_overlap(tmp_path: Path) -> None:
+    folder = write_target(tmp_path)
+    weights = folder / "model.safetensors"
+    data = weights.read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:size])
+    norms = [name for name in header if name.endswith(".post_attention_layernorm.weight")]
+    header[norms[1]] = header[norms[0]]
+    changed = json.dumps(header).encode().ljust(size - 8)
+    weights.write_bytes(len(changed).to_bytes(8, "little") + changed + data[size:])
+    line = refused(folder)
+    assert "model.safetensors is broken" in line
+    assert all(name in line for name in norms[:2])
+
+
 def test_case_g18_several_shards_without_an_index(sharded: Path, tmp_path: Path) -> None:
     (sharded / INDEX).unlink()
     whole = write_target(tmp_path / "whole")

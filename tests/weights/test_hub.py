@@ -209,6 +209,14 @@ def test_case_k05_offline_and_not_cached(fake: FakeHub, monkeypatch: pytest.Monk
     assert "HF_HUB_OFFLINE is set; unset it and run once with a network" in line
 
 
+@pytest.mark.parametrize("answer", [b"<html>Welcome</html>", b"[1]", b"{}", b"null"])
+def test_an_endpoint_that_is_no_hub(
+    fake: FakeHub, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    monkeypatch.setattr(fake, "answer", lambda request: fake.body(request, answer))
+    assert f"{fake.url} is no hub; check HF_ENDPOINT" in refused()
+
+
 def test_case_k06_main_tag_and_commit_resolve_offline(
     fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,17 @@ def test_suppressed_tokens_outside_the_vocabulary_need_no_suppressing() -> None:
     assert defaults({"suppress_tokens": [258883, 7]}).suppress_tokens == (7,)
 
 
-@pytest.mark.parametrize("bad", [{"temperature": "hot"}, {"top_p": 1.5}, {"top_k": -1}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": "hot"},
+        {"temperature": 1e9},
+        {"top_p": 1.5},
+        {"top_p": 0},
+        {"top_k": -1},
+        {"top_k": 1 << 31},
+    ],
+)
 def test_impossible_values_are_refused(bad: dict[str, Any]) -> None:
     (key,) = bad
     with pytest.raises(LoadError, match=f"generation_config.json: {key}"):
