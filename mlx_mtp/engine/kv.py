@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 
@@ -32,6 +33,9 @@ Product = Callable[[mx.array], mx.array]
 
 BLOCK = MAX_DRAFT + 1  # the most tokens that one verify pass writes
 MIN_CAPACITY = 256
+# Elements of a prefill's scores at once: on a GPU enough rows for a fast product.
+CPU_SCORES, GPU_SCORES = 1 << 20, 1 << 26
+MOST_COPIED = 4096  # slots whose keys may be laid out anew for the CPU
 GROUP_SIZES = (64, 32)  # of quantised KV: the first that divides the head dim
 
 
@@ -88,8 +92,11 @@ class KVLayout:
             mx.dequantize(values, scales, biases, self.group, self.bits),
         )
 
-    def packed_products(self, kv: LayerKV) -> tuple[Product, Product]:
-        """Multiplication by packed K^T and by packed V."""
+    def products(self, kv: LayerKV) -> tuple[Product, Product]:
+        """Multiplication by a layer's K^T and by its V, as they lie: packed KV would be written
+        and read again if it was unpacked first, more bytes than KV that never was packed."""
+        if len(kv) == 2:
+            return partial(_score_on_cpu, kv[0]), lambda weights: weights @ kv[1]
         keys, key_scales, key_biases, values, scales, biases = kv
         group, bits = self.group, self.bits
         return (
@@ -207,6 +214,18 @@ def _store(buffer: mx.array, new: mx.array, slots: mx.array, run: bool) -> mx.ar
     return buffer
 
 
+def _score_on_cpu(keys: mx.array, queries: mx.array) -> mx.array:
+    """queries [B, h, M, D] @ keys [B, h, S, D]^T, as the CPU's reference BLAS does it fastest: its
+    inner loop wants two operands that both lie along the result's rows, which takes a copy of the
+    smaller one."""
+    rows, slots = queries.shape[2], keys.shape[2]
+    if rows < 8:
+        return queries @ keys.swapaxes(-1, -2)
+    if slots <= min(rows * 16, MOST_COPIED):
+        return queries @ mx.contiguous(keys.swapaxes(-1, -2))
+    return (keys @ mx.contiguous(queries.swapaxes(-1, -2))).swapaxes(-1, -2)
+
+
 def attention(
     queries: mx.array, kv_heads: int, score: Product, mix: Product, mask: mx.array
 ) -> mx.array:
@@ -232,7 +251,7 @@ class View:
     def __init__(self, layout: KVLayout, buffers: Buffers, offset: mx.array, slots: int):
         self.layout, self.buffers, self.offset, self.slots = layout, list(buffers), offset, slots
         self.masks: dict[str, mx.array] = {}
-        self._products: dict[int, tuple[Product, Product]] = {}
+        self._read: dict[int, LayerKV] = {}
 
     def write(self, key: KVKey, keys: mx.array, values: mx.array) -> None:
         raise AssertionError("this pass only reads")
@@ -246,41 +265,28 @@ class View:
     def attend(self, key: KVKey, queries: mx.array) -> mx.array:
         """[B, heads, T, D] over what is committed and what this pass wrote."""
         layer = self.layer(key)
-        kind, kv = self.layout.text.layer_types[layer], self.read(layer)
-        mask = self.masks[kind]
+        return self.attend_layer(layer, queries, self.masks[self.layout.text.layer_types[layer]])
+
+    def attend_layer(self, layer: int, queries: mx.array, mask: mx.array) -> mx.array:
+        kv = self.read(layer)
         if len(kv) == 2 and not on_cpu():
             return mx.fast.scaled_dot_product_attention(queries, *kv, scale=1.0, mask=mask)
-        return attention(queries, kv[0].shape[1], *self.products(layer), mask)
+        return attention(queries, kv[0].shape[1], *self.layout.products(kv), mask)
 
     def layer(self, key: KVKey) -> int:
         """The layer that owns the KV that `key` names."""
         return int(key)
 
     def read(self, layer: int) -> LayerKV:
-        """What this pass attends to of a layer's buffers."""
-        kv = self.buffers[layer]
-        if self.layout.text.layer_types[layer] == FULL:
-            kv = tuple(part[:, :, : self.slots] for part in kv)
-        return kv
-
-    def products(self, layer: int) -> tuple[Product, Product]:
-        """Multiplication by a layer's K^T and by its V.
-
-        A GPU multiplies by packed KV as it lies: dequantised it would be written and read again,
-        more bytes than unquantised KV. On the CPU, whose quantised product is slow and in half
-        precision wrong by percents, it is dequantised; there keys are also laid out anew, which
-        costs less than the half of the product's time that it saves. Both serve all layers that
-        share the KV, and all steps of a drafter.
-        """
-        if layer not in self._products:
-            kv = self.read(layer)
-            if len(kv) == 6 and not on_cpu():
-                self._products[layer] = self.layout.packed_products(kv)
-            else:
-                keys, values = self.layout.decode(kv)
-                laid_out = mx.contiguous(keys.swapaxes(-1, -2))
-                self._products[layer] = lambda x: x @ laid_out, lambda x: x @ values
-        return self._products[layer]
+        """What this pass attends to of a layer's buffers. On the CPU, whose product with packed
+        KV is slow and in half precision wrong by percents, it is unpacked: once for all layers
+        that share it and all steps of a drafter."""
+        if layer not in self._read:
+            kv = self.buffers[layer]
+            if self.layout.text.layer_types[layer] == FULL:
+                kv = tuple(part[:, :, : self.slots] for part in kv)
+            self._read[layer] = self.layout.decode(kv) if on_cpu() else kv
+        return self._read[layer]
 
     def last(self) -> View:
         return LastView(self)
@@ -322,7 +328,10 @@ class BlockView(View):
 
 class PrefillView(View):
     """A chunk of the prompt, longer than a block. A ring cannot take it before it is attended to:
-    queries see the ring as it was beside the chunk's own keys, and the ring keeps the end."""
+    queries see the ring as it was beside the chunk's own keys, and the ring keeps the end.
+
+    Over a long context a chunk's scores would be the largest array of all: full layers take as
+    many queries at a time as keep them under a fixed size."""
 
     def __init__(
         self, layout: KVLayout, buffers: Buffers, length: mx.array, tokens: int, slots: int
@@ -348,6 +357,21 @@ class PrefillView(View):
             new = tuple(part[:, :, -kept:] for part in new)
         self.store(layer, new, places, run)
 
+    def attend(self, key: KVKey, queries: mx.array) -> mx.array:
+        layer, heads = int(key), queries.shape[1]
+        most = max(1, (CPU_SCORES if on_cpu() else GPU_SCORES) // (heads * self.slots))
+        if layer in self.chunks or self.tokens <= most:
+            return super().attend(key, queries)
+        pieces: list[mx.array] = []
+        for start in range(0, self.tokens, most):
+            some, at = queries[:, :, start : start + most], self.at[:, start : start + most]
+            if pieces:
+                # One after the other: MLX would hold the scores of several.
+                some = mx.depends(some, pieces[-1])
+            mask = mx.arange(self.slots) <= at[:, None, :, None]
+            pieces.append(self.attend_layer(layer, some, mask))
+        return mx.concatenate(pieces, 2)
+
     def read(self, layer: int) -> LayerKV:
         return self.chunks[layer] if layer in self.chunks else super().read(layer)
 
@@ -358,14 +382,14 @@ class LastView(View):
     def __init__(self, whole: View):
         tokens = whole.masks[FULL].shape[2]
         super().__init__(whole.layout, whole.buffers, whole.offset + (tokens - 1), whole.slots)
-        self.masks = {kind: mask[:, :, -1:] for kind, mask in whole.masks.items()}
+        self.masks = {
+            FULL: mx.arange(self.slots) <= self.offset[:, None, None, None],
+            SLIDING: whole.masks[SLIDING][:, :, -1:],
+        }
         self.whole = whole
 
     def read(self, layer: int) -> LayerKV:
         return self.whole.read(layer)
-
-    def products(self, layer: int) -> tuple[Product, Product]:
-        return self.whole.products(layer)
 
 
 class DonorView(View):

@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp.config import FULL, SLIDING
+from mlx_mtp.engine import kv
 from mlx_mtp.engine.draft_length import MAX_DRAFT
 from mlx_mtp.engine.kv import (
     BLOCK,
@@ -25,6 +26,7 @@ from .pairs import (
     Engine,
     Schedule,
     ScriptedDrafter,
+    forward,
     make_drafter,
     make_target,
     plain,
@@ -159,14 +161,14 @@ def test_poison_in_every_uncommitted_slot_changes_nothing(target, seed):
 def test_the_drafter_sees_no_uncommitted_slot(target):
     """Poisoned KV changes not one draft: acceptance by position stays what it was."""
     counts = []
-    for poison in (False, True):
+    for poisoned in (False, True):
         engine = Engine(target, make_drafter())
         request = Request(PROMPT, 60, draft_len=4)
         engine.add(request)
         drafts = []
         while engine.busy:
             engine.step()
-            if poison:
+            if poisoned:
                 poison(engine, random.Random(1))
             drafts.append(request.stats.accepted_by_position[:])
         counts.append(drafts)
@@ -185,6 +187,21 @@ def test_attention_written_out_is_attention(kv_heads):
     assert mx.allclose(attention(q, kv_heads, score, mix, mask), wanted, atol=1e-5)
     nothing = attention(q, kv_heads, score, mix, mx.zeros_like(mask))
     assert mx.isfinite(nothing).all()
+
+
+@pytest.mark.parametrize(("rows", "slots"), [(1, 50), (8, 50), (8, 200), (40, 300)])
+def test_the_cpus_scores_are_a_product(rows, slots):
+    """However many rows and slots choose its form."""
+    q = mx.random.normal((2, 2, rows, 16), key=mx.random.key(0))
+    k = mx.random.normal((2, 2, slots + 7, 16), key=mx.random.key(1))[:, :, :slots]
+    assert mx.allclose(kv._score_on_cpu(k, q), q @ k.swapaxes(-1, -2), atol=1e-4)
+
+
+def test_a_chunk_in_pieces_is_the_same_chunk(target, monkeypatch):
+    """Where its scores would be too large, full layers attend a few queries at a time."""
+    expected = forward(target, PROMPT * 20)
+    monkeypatch.setattr(kv, "CPU_SCORES", 7 * 4 * 256)
+    assert mx.allclose(forward(target, PROMPT * 20), expected, atol=1e-4)
 
 
 def test_full_layers_only_and_sliding_layers_only():

@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp.config import FULL
+from mlx_mtp.engine.kv import KVLayout
 from mlx_mtp.engine.requests import Request
 from mlx_mtp.models.drafter import Drafter
 
@@ -75,3 +76,24 @@ def test_a_copy_would_be_seen():
     """The test above can fail: a name that still holds the old buffers makes a round copy them."""
     engine = make_engine()
     assert peak_of_rounds(engine, 1, SLOTS, hold=True) > smallest_buffer(engine)
+
+
+@pytest.mark.parametrize("chunk", [128, 512])
+def test_the_peak_of_a_prefill_does_not_grow_with_the_prompt(chunk):
+    """Case J08: beyond KV, a chunk far into a prompt of 16k tokens takes what it takes before."""
+    target = make_target()
+    layout = KVLayout(target.config.text, mx.float32)
+
+    def peak(done):
+        kv = layout.allocate(1, 1 << 14)
+        mx.eval(kv)
+        resting = mx.get_active_memory()
+        mx.reset_peak_memory()
+        view = layout.view(kv, mx.array([done]), chunk, done)
+        hidden = target(mx.zeros((1, chunk), mx.int32), view, keep=1)
+        kv = view.buffers
+        del view
+        mx.eval(hidden, kv)
+        return mx.get_peak_memory() - resting
+
+    assert peak((1 << 14) - chunk) < 1.1 * peak((1 << 13) - chunk)
