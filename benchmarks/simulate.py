@@ -5,7 +5,7 @@ text and which machine.
 
 A trace says at every position of a text how many drafts would be right there. A machine says what
 a round costs in each shape, plain decoding being 1. The controller starts with nothing learnt,
-sees costs with noise (7 %, one in 50 three times too long), one round late, and is judged by the
+sees costs with noise (7 %, and one round in 50 three times too long), one round late, and is judged by the
 costs without it. The oracle knows costs, acceptance and matches of each passage beforehand.
 """
 
@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from pathlib import Path
 
 from mlx_mtp.engine.draft_length import COPIES, MAX_DRAFT, AutoLength, Outcome, Shape
 
@@ -151,6 +150,7 @@ def play(
     place, time, matched = 0, 0.0, False
     unread: Outcome | None = None
     seen: set[Shape] = set()
+    hiccup = False
     while place < len(trace.drafted):
         shape = choose(place, matched)
         if learn and unread:
@@ -163,7 +163,8 @@ def play(
         cost = machine.cost(shape)
         time += cost if shape in seen else cost + machine.trace
         if learn:
-            noise = chance.lognormvariate(0, 0.07) * (3 if chance.random() < 0.02 else 1)
+            hiccup = chance.random() < (0.5 if hiccup else 0.01)
+            noise = chance.lognormvariate(0, 0.07) * (3 if hiccup else 1)
             known = shape in seen or not machine.trace
             seconds = 0.02 * cost * noise if known else None
             unread = Outcome(shape, ((offered, accepted),), (copied,), seconds)

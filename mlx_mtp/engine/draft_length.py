@@ -16,6 +16,16 @@ from typing import Any, NamedTuple, Protocol
 from mlx_mtp.errors import UsageError
 
 MAX_DRAFT = 8  # more rows than this cost more in the verify pass than they bring
+COPIES = (4, 8)  # lengths of a copied block: few, as each is a graph of its own
+
+# Acceptance, of the long and the short average: decay per round, rounds' worth of what it leans on.
+DECAYS, LEAN = (0.995, 0.96), (2.0, 12.0)
+PRIOR, MATCHED = 0.7, 0.9
+# Costs, relative to a round's: noise of one measurement, drift of the machine and of one length a
+# round, the deviations that a long round counts for; HOPE: deviations in favour of a shape.
+NOISE, DRIFT, AGEING, CLIP, HOPE = 0.1, 0.02, 0.001, 0.7, 0.4
+# Rounds to the first trial of a neighbour or a copy, and most rounds between two.
+PAUSE, COPY_PAUSE = (8, 128), (4, 64)
 
 
 class Shape(NamedTuple):
@@ -72,94 +82,78 @@ class FixedLength:
 class Acceptance:
     """Per position, how often a draft is accepted once those before it were.
 
-    Moving averages over the last passage, which lean on averages over the last few pages, and
-    those, where a position is seldom reached, on the position before it.
+    Averages over the last passage, which lean on averages over the last few pages, and those,
+    where a position is seldom reached, on the position before it. tokens: expected of a row's
+    round with 0 to 8 drafts, its bonus token included.
     """
 
     def __init__(self) -> None:
-        self.counts = [[(0.0, 0.0)] * MAX_DRAFT for _ in DECAYS]  # tried, accepted
-        self.rates = self._rates()
+        self.tried = [[0.0] * MAX_DRAFT for _ in DECAYS]
+        self.accepted = [[0.0] * MAX_DRAFT for _ in DECAYS]
+        self._sum_up()
 
     def learn(self, rows: Iterable[tuple[int, int]]) -> None:
         """rows: (drafts that could be accepted, drafts that were)."""
-        new = [(0, 0)] * MAX_DRAFT
+        for counts in (self.tried, self.accepted):
+            counts[:] = [[n * d for n in c] for c, d in zip(counts, DECAYS, strict=True)]
         for offered, accepted in rows:
             for i in range(min(offered, accepted + 1)):
-                new[i] = new[i][0] + 1, new[i][1] + (i < accepted)
-        self.counts = [
-            [(decay * a + n, decay * b + m) for (a, b), (n, m) in zip(counts, new, strict=True)]
-            for counts, decay in zip(self.counts, DECAYS, strict=True)
-        ]
-        self.rates = self._rates()
+                for tried, right in zip(self.tried, self.accepted, strict=True):
+                    tried[i] += 1
+                    right[i] += i < accepted
+        self._sum_up()
 
-    def _rates(self) -> list[float]:
-        before, rates = PRIOR, []
-        for slow, fast in zip(*self.counts, strict=True):
-            before = (slow[1] + WEIGHTS[0] * before) / (slow[0] + WEIGHTS[0])
-            rates.append((fast[1] + WEIGHTS[1] * before) / (fast[0] + WEIGHTS[1]))
-        return rates
-
-    @property
-    def tokens(self) -> list[float]:
-        """Expected tokens of a row's round with 0 to 8 drafts, its bonus token included."""
-        return list(accumulate(accumulate(self.rates, mul, initial=1.0)))
-
-
-DECAYS, WEIGHTS = (0.995, 0.96), (2.0, 12.0)
-PRIOR, MATCHED = 0.7, 0.9
+    def _sum_up(self) -> None:
+        before, self.rates = PRIOR, list[float]()
+        for (pages, last), (right, right_last) in zip(
+            zip(*self.tried, strict=True), zip(*self.accepted, strict=True), strict=True
+        ):
+            before = (right + LEAN[0] * before) / (pages + LEAN[0])
+            self.rates.append((right_last + LEAN[1] * before) / (last + LEAN[1]))
+        self.tokens = list(accumulate(accumulate(self.rates, mul, initial=1.0)))
 
 
 class Costs:
     """Seconds of a round in any shape: verify[drafts] + step * (drafter steps).
 
     A Kalman filter over these ten numbers, so that one shape's rounds tell of its neighbours', of
-    lengths never tried and of a machine that became slower. Its unit is the first round's.
+    lengths never tried and of a machine that became slower. Its unit is about a plain round.
     """
 
     def __init__(self) -> None:
-        self.mean = [1 + 0.1 * n for n in range(MAX_DRAFT + 1)] + [0.06]
         places = range(MAX_DRAFT + 1)
+        self.mean = [1 + 0.1 * n for n in places] + [0.06]
         self.spread = [
             [0.02 + 0.04 * i * j + 0.01 * min(i, j) for j in places] + [0.0] for i in places
         ] + [[0.0] * (MAX_DRAFT + 1) + [0.002]]
-        self.scale: float | None = None
-        self.measured: set[Shape] = set()
+        self.scale: float | None = None  # seconds of the unit
+        self.measured: Counter[Shape] = Counter()
 
     def __getitem__(self, shape: Shape) -> float:
-        """In plain rounds, about."""
         return max(self.mean[shape.draft_len] + shape.steps * self.mean[-1], 0.05)
 
-    def doubt(self, shape: Shape) -> float:
-        n, steps = shape.draft_len, shape.steps
-        spread = self.spread
-        v= spread[n][n] + 2 * steps * spread[n][-1] + steps**2 * spread[-1][-1]
-        return v**.5 if shape in self.measured else 0.0
-
     def learn(self, shape: Shape, seconds: float) -> None:
-        expected = self[shape]
+        expected, mean = self[shape], self.mean
         if self.scale is None:
             self.scale = seconds / expected
-        self.measured.add(shape)
-        # The machine drifts as a whole, and each number a little.
-        spread = [
-            [s + DRIFT * a * b for s, b in zip(row, self.mean, strict=True)]
-            for row, a in zip(self.spread, self.mean, strict=True)
+        self.measured[shape] += 1
+        # Since the last round the machine drifted as a whole, and each number a little.
+        drift, n, steps = DRIFT**2, shape.draft_len, shape.steps
+        for i, row in enumerate(self.spread):
+            row[i] += AGEING**2
+        # covariance of each number with this shape's cost
+        reach = [
+            row[n] + steps * row[-1] + drift * m * expected
+            for row, m in zip(self.spread, mean, strict=True)
         ]
-        n = shape.draft_len
-        for i in range(len(spread)):
-            spread[i][i] += AGEING
-        reach = [row[n] + shape.steps * row[-1] for row in spread]
-        total = reach[n] + shape.steps * reach[-1] + (NOISE * expected) ** 2
+        total = reach[n] + steps * reach[-1] + (NOISE * expected) ** 2
         # Hiccups only make rounds longer.
         error = min(seconds / self.scale - expected, CLIP * total**0.5)
-        self.mean = [m + r * error / total for m, r in zip(self.mean, reach, strict=True)]
         self.spread = [
-            [s - a * b / total for s, b in zip(row, reach, strict=True)]
-            for row, a in zip(spread, reach, strict=True)
+            [s + drift * a * b - r * q / total for s, b, q in zip(row, mean, reach, strict=True)]
+            for row, a, r in zip(self.spread, mean, reach, strict=True)
         ]
-
-
-NOISE, DRIFT, AGEING, CLIP, KAPPA = 0.1, 0.02**2, 0.002**2, 2.0, 0.5
+        self.mean = [m + r * error / total for m, r in zip(mean, reach, strict=True)]
 
 
 class Pause:
@@ -204,8 +198,7 @@ class AutoLength:
             self.costs.learn(Shape(steps), value)
         self._best = Shape(min(2, max_draft))
         # What is tried next whatever it brings: at first a short draft and plain decoding.
-        self._trials = deque([self._best, self._best, Shape(0)])
-        self._tried = set[Shape]()
+        self._trials = deque([] if seconds else [self._best, self._best, Shape(0)])
         self._neighbour, self._copy = Pause(*PAUSE), Pause(*COPY_PAUSE)
         self._turn = 0
         self._rows, self._matched = 1, MATCHED
@@ -235,7 +228,7 @@ class AutoLength:
                 return copying
             if self._copy.over():
                 return copying
-        if not self._neighbour.over():
+        if self.max_draft == 0 or not self._neighbour.over():
             return best
         self._turn += 1
         around = [best.steps + 1, best.steps - 1, 0]
@@ -255,11 +248,10 @@ class AutoLength:
             self._matched += 0.1 * (sum(outcome.copied) / len(rows) - self._matched)
         if outcome.seconds is not None:
             self.costs.learn(shape, outcome.seconds)
-        elif shape not in self.costs.measured | self._tried:
+        elif shape not in self.costs.measured and self.chosen[shape] < 3:
             self._trials.append(shape)  # once more: its first round had a trace to make
         if self._best == Shape(0) and shape.steps and any(n for _, n in outcome.rows):
             self._neighbour.cut = True  # a trial that won is followed by another
-        self._tried.add(shape)
 
     def describe(self) -> dict[str, Any]:
         """What was chosen and why, for --json."""
@@ -274,11 +266,8 @@ class AutoLength:
         tokens = self.drafted.tokens[shape.steps]
         if shape.copied:
             tokens += self._matched * (self.copied.tokens[shape.draft_len] - tokens)
-        return tokens / (self.costs[shape] - KAPPA * self.costs.doubt(shape))
-
-
-COPIES = (4, 8)  # lengths of a copied block: few, as each is a graph of its own
-PAUSE, COPY_PAUSE = (8, 128), (4, 64)
+        hope = 1 + HOPE * NOISE / max(self.costs.measured[shape], 1) ** 0.5
+        return hope * tokens / self.costs[shape]
 
 
 def _name(shape: Shape) -> str:
