@@ -88,28 +88,26 @@ class Acceptance:
     """
 
     def __init__(self) -> None:
-        self.tried = [[0.0] * MAX_DRAFT for _ in DECAYS]
-        self.accepted = [[0.0] * MAX_DRAFT for _ in DECAYS]
+        # by average and position: [drafts tried, drafts accepted]
+        self.counts = [[[0.0, 0.0] for _ in range(MAX_DRAFT)] for _ in DECAYS]
         self._sum_up()
 
     def learn(self, rows: Iterable[tuple[int, int]]) -> None:
         """rows: (drafts that could be accepted, drafts that were)."""
-        for counts in (self.tried, self.accepted):
-            counts[:] = [[n * d for n in c] for c, d in zip(counts, DECAYS, strict=True)]
+        for counts, decay in zip(self.counts, DECAYS, strict=True):
+            counts[:] = [[tried * decay, accepted * decay] for tried, accepted in counts]
         for offered, accepted in rows:
             for i in range(min(offered, accepted + 1)):
-                for tried, right in zip(self.tried, self.accepted, strict=True):
-                    tried[i] += 1
-                    right[i] += i < accepted
+                for counts in self.counts:
+                    counts[i][0] += 1
+                    counts[i][1] += i < accepted
         self._sum_up()
 
     def _sum_up(self) -> None:
         before, self.rates = PRIOR, list[float]()
-        for (pages, last), (right, right_last) in zip(
-            zip(*self.tried, strict=True), zip(*self.accepted, strict=True), strict=True
-        ):
-            before = (right + LEAN[0] * before) / (pages + LEAN[0])
-            self.rates.append((right_last + LEAN[1] * before) / (last + LEAN[1]))
+        for (tried, accepted), (last, last_accepted) in zip(*self.counts, strict=True):
+            before = (accepted + LEAN[0] * before) / (tried + LEAN[0])
+            self.rates.append((last_accepted + LEAN[1] * before) / (last + LEAN[1]))
         self.tokens = list(accumulate(accumulate(self.rates, mul, initial=1.0)))
 
 
@@ -137,6 +135,8 @@ class Costs:
         if self.scale is None:
             self.scale = seconds / expected
         self.measured[shape] += 1
+        if self.measured[shape] > 64 and self.measured[shape] % 4:
+            return  # well known: not worth the time of every round
         # Since the last round the machine drifted as a whole, and each number a little.
         drift, n, steps = DRIFT**2, shape.draft_len, shape.steps
         for i, row in enumerate(self.spread):
