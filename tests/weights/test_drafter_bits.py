@@ -14,7 +14,7 @@ from mlx_mtp.engine.draft_length import FixedLength
 from mlx_mtp.engine.session import Engine, Request
 from mlx_mtp.errors import UsageError
 from mlx_mtp.models.layers import on_cpu
-from mlx_mtp.weights import load, planned
+from mlx_mtp.weights import fit, load, planned
 from mlx_mtp.weights.checkpoint import Checkpoint, Folder
 from mlx_mtp.weights.find import TINY
 from mlx_mtp.weights.load import load_pair
@@ -78,12 +78,16 @@ def test_every_matrix_is_packed_and_its_bytes_are_known(
 def test_as_stored_on_the_cpu_and_eight_bits_on_a_gpu(
     target: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(fit, "check", lambda weights, *_, **__: counted.append(weights[-1]))
     for cpu, bits in ((True, 0), (False, 8)):
         monkeypatch.setattr(load, "on_cpu", lambda cpu=cpu: cpu)
         pair = load_pair(str(target), drafter=str(drafter))
         assert (pair.drafter_bits, pair.notices) == (bits, [])
         assert pair.drafter is not None
         assert ("scales" in pair.drafter.clusters) == bool(bits)
+        arrays: dict[str, mx.array] = dict(tree_flatten(pair.drafter.parameters()))
+        assert counted.pop() == sum(array.nbytes for array in arrays.values())
     assert load_pair(str(target), drafter=None).drafter_bits is None
 
 
