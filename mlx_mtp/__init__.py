@@ -5,8 +5,8 @@
     pair = mlx_mtp.load()  # the embedded pair; or a folder, a hub id, "e4b"
     print(mlx_mtp.generate(pair, "def fibonacci(n):").text)
 
-`load`, `generate`, `stream`, `Options` and `Pair` are imported at first use, so that
-`import mlx_mtp` costs nothing.
+`load`, `generate`, `generate_batch`, `stream`, `Options` and `Pair` are imported at first use, so
+that `import mlx_mtp` costs nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_mtp.generation import Options, generate, stream
+    from mlx_mtp.generation import Options, generate, generate_batch, stream
     from mlx_mtp.pair import Pair
     from mlx_mtp.weights.load import load_pair as load
 
-__all__ = ["Options", "Pair", "generate", "load", "stream"]
+__all__ = ["Options", "Pair", "generate", "generate_batch", "load", "stream"]
 
 # In a source tree `cli` and `weights` stand beside this folder; in a wheel they are inside it.
 _root = Path(__file__).resolve().parent.parent
@@ -30,6 +30,7 @@ if (_root / "pyproject.toml").exists():
 _HOMES = {
     "Options": ("mlx_mtp.generation", "Options"),
     "generate": ("mlx_mtp.generation", "generate"),
+    "generate_batch": ("mlx_mtp.generation", "generate_batch"),
     "stream": ("mlx_mtp.generation", "stream"),
     "Pair": ("mlx_mtp.pair", "Pair"),
     "load": ("mlx_mtp.weights.load", "load_pair"),

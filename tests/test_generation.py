@@ -12,7 +12,14 @@ import pytest
 from mlx_mtp.engine.requests import Event, Stats
 from mlx_mtp.engine.session import Engine
 from mlx_mtp.errors import MtpError, UsageError
-from mlx_mtp.generation import Options, generate, low_acceptance, prompt_ids, stream
+from mlx_mtp.generation import (
+    Options,
+    generate,
+    generate_batch,
+    low_acceptance,
+    prompt_ids,
+    stream,
+)
 from mlx_mtp.pair import GenerationDefaults, Pair
 from mlx_mtp.text.chat import ChatTemplate
 from mlx_mtp.text.tokenizer import Tokenizer
@@ -338,3 +345,46 @@ def test_a_busy_engine_is_refused(pair):
         with pytest.raises(UsageError, match="engine is busy"):
             stream(pair, "hello", engine=engine)
     assert generate(pair, "hello", Options(max_tokens=4), engine=engine).token_ids
+
+
+def test_many_prompts_at_once_are_answered_as_each_alone(pair):
+    prompts = ["hi", "hello there", "x", "what is it", "go on"]
+    options = [Options(max_tokens=n, seed=n, temperature=0.5 * (n % 2)) for n in (9, 3, 14, 0, 6)]
+    alone = [generate(pair, p, o) for p, o in zip(prompts, options, strict=True)]
+    together = generate_batch(pair, prompts, options)
+    assert [r.text for r in together] == [r.text for r in alone]
+    assert [r.finish_reason for r in together] == [r.finish_reason for r in alone]
+    assert generate_batch(pair, []) == []
+    one = generate_batch(pair, prompts[:2], Options(max_tokens=4))
+    assert [len(r.token_ids) for r in one] == [4, 4]
+
+
+def test_a_batch_with_a_bad_prompt_runs_nothing(pair):
+    engine = pair.engine(rows=2)
+    with pytest.raises(UsageError, match="empty"):
+        generate_batch(pair, ["hi", " "], engine=engine)
+    with pytest.raises(UsageError, match="2 prompts, but 1 options"):
+        generate_batch(pair, ["a", "b"], [Options()])
+    with pytest.raises(UsageError, match="tokens"):
+        generate_batch(pair, ["hi", "x" * 200_000], engine=engine)
+    assert not engine.busy
+
+
+def test_what_the_checkpoint_says_about_penalties_is_applied(tmp_path):
+    generation = {"repetition_penalty": 1.7}
+    asked = load_pair(str(write_pair(tmp_path, generation=generation)))
+    result = generate(asked, "hi", Options(max_tokens=12))
+    assert result.settings["repetition_penalty"] == 1.7
+    off = generate(asked, "hi", Options(max_tokens=12, repetition_penalty=1.0))
+    assert off.token_ids != result.token_ids
+
+
+def test_the_length_that_pays_is_learnt_across_requests(pair):
+    """A drafter that is never right is left out, and the next request starts from there."""
+    first = generate(pair, "hi", Options(max_tokens=60))
+    assert first.settings["draft_len"] == "auto"
+    second = generate(pair, "hello", Options(max_tokens=60))
+    assert second.stats.drafted < 0.25 * 4 * second.stats.rounds
+    assert (
+        second.token_ids == generate(pair, "hello", Options(max_tokens=60, draft_len=0)).token_ids
+    )
