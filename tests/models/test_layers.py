@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -158,6 +159,30 @@ def test_stacked_maps_give_their_outputs_side_by_side(bits):
     stacked = Stacked(*maps)
     assert len(stacked.maps) == (1 if bits[0] == bits[1] else 2)
     assert close(stacked(x), mx.concatenate(wanted, -1), 1e-4)
+
+
+@pytest.mark.parametrize("limits", [(1, 1 << 23), (1 << 30, 1), (1 << 30, 1 << 30)], ids=str)
+def test_a_product_on_two_cores_is_the_same(limits, monkeypatch):
+    """Bit for bit, for an odd number of outputs, in another thread and in a trace too."""
+    monkeypatch.setattr(layers, "cores", lambda: 2)
+    monkeypatch.setattr(ColumnLinear, "SIZE", limits[0])
+    monkeypatch.setattr(ColumnLinear, "WORK", limits[1])
+    weight = mx.random.normal((33, 16), key=mx.random.key(12))
+    x = mx.random.normal((2, 5, 16), key=mx.random.key(13))
+    product = ColumnLinear(weight)
+    wanted = x @ mx.contiguous(weight.T)
+    mx.eval(product.parameters(), wanted)
+    assert len(product.parts) == (2 if limits[0] == 1 else 1)
+    same = []
+
+    def work():
+        same.extend(bool(mx.array_equal(f(x), wanted)) for f in (product, mx.compile(product)))
+
+    work()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert same == [True] * 4
 
 
 def test_the_cpus_layout_leaves_packed_and_half_weights_alone():
