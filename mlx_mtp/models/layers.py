@@ -368,7 +368,7 @@ class ColumnLinear(nn.Module):
         super().__init__()
         parts = [weight]
         if weight.size >= self.SIZE and cores() > 1:
-            parts = mx.split(weight, [len(weight) // 2])
+            parts = list(mx.split(weight, [len(weight) // 2]))
         self.parts = [mx.contiguous(part.T) for part in parts]
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -376,7 +376,7 @@ class ColumnLinear(nn.Module):
         if len(parts) == 1:
             if x.size * out < self.WORK or cores() == 1:
                 return x @ parts[0]
-            parts = mx.split(parts[0], [out // 2], -1)
+            parts = list(mx.split(parts[0], [out // 2], -1))
         second = mx.matmul(x, parts[1], stream=second_core())
         return mx.concatenate([x @ parts[0], second], -1)
 
@@ -402,6 +402,7 @@ def lay_out_for_cpu(model: nn.Module) -> None:
 
     A tied head becomes a map of its own beside the embedding table.
     """
+
     def replace(_: str, module: Any) -> Any:
         if type(module) is nn.Linear and module.weight.dtype == mx.float32:
             return ColumnLinear(module.weight)
