@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -105,9 +106,7 @@ def _parts(planned: Planned[Target] | Planned[Drafter]) -> dict[str, Part]:
     counts: dict[str, list[int]] = {}
     for name, part in planned.plan.parts.items():
         kind = next(k for k, marks in _PARTS if any(mark in name for mark in marks))
-        size = 1
-        for n in part.shape:
-            size *= n
+        size = math.prod(part.shape)
         path, _, leaf = name.rpartition(".")
         if (packed := planned.quantized.get(path)) is not None:
             size = size * 32 // packed["bits"] if leaf == "weight" else 0

@@ -60,6 +60,8 @@ def load_pair(
         raise UsageError("drafter bits or a drafter device were given, but no drafter")
     found = find_pair(model, drafter, revision, drafter_revision)
     target, assistant = found.target, found.drafter
+    where = target.checkpoint.where("generation_config.json")
+    defaults = GenerationDefaults.from_files(found.config, target.checkpoint.generation, where)
     float32 = _float32_pays(target)
     planned: list[tuple[Planned[Target] | Planned[Drafter], bool, mx.Device]]
     planned = [(target, float32, here)]
@@ -94,8 +96,8 @@ def load_pair(
             if progress is not None:
                 progress(what, done, total)
 
-        for p, in_float32, where in planned:
-            with mx.stream(where):
+        for p, in_float32, place in planned:
+            with mx.stream(place):
                 p.read(float32=in_float32, progress=step)
         assert words is not None
         tokenizer, template = words.result()
@@ -108,11 +110,7 @@ def load_pair(
         drafter=None if assistant is None else assistant.module,
         tokenizer=tokenizer,
         template=template,
-        defaults=GenerationDefaults.from_files(
-            found.config,
-            target.checkpoint.generation,
-            target.checkpoint.where("generation_config.json"),
-        ),
+        defaults=defaults,
         name=target.source.name,
         revision=target.source.revision,
         drafter_name=None if assistant is None else assistant.source.name,

@@ -103,19 +103,16 @@ class Planned(Generic[Model]):
         folder = self.source.fetch(self.files, progress)
         weights = []
         done, total = 0, self.plan.nbytes
-
-        def tell() -> None:
-            if progress is not None:
-                progress(f"load {self.source.name}", done, total)
-
+        tell = progress or (lambda *_: None)
+        what = f"load {self.source.name}"
         try:
             for piece, size in self._pieces(folder, float32):
                 if not done:
-                    tell()
+                    tell(what, 0, total)
                 mx.eval([array for _, array in piece])
                 weights += piece
                 done += size
-                tell()
+                tell(what, done, total)
         except (RuntimeError, OSError) as error:
             raise LoadError(f"{self.source.name}: a weight file cannot be read: {error}") from None
         self._check_ordering(dict(weights))
@@ -123,10 +120,11 @@ class Planned(Generic[Model]):
         del weights, piece
         if on_cpu() and float32:
             lay_out_for_cpu(self.module)
-        # One by one: each re-laid tensor frees the one it was made from.
+        # One by one: each re-laid tensor frees the one it was made from, and Metal would keep that.
         arrays: dict[str, mx.array] = dict(tree_flatten(self.module.parameters()))
         for array in arrays.values():
             mx.eval(array)
+            mx.clear_cache()
         if self.plan.head and not self._head_is_tied(folder):
             self.notices.append(
                 f"{self.source.name} ships an lm_head that differs from its embedding table, but "

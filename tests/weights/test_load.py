@@ -240,6 +240,13 @@ def test_a_named_drafter_that_cannot_be_loaded_is_an_error(target: Path, drafter
 
 
 @pytest.mark.usefixtures("no_reading")
+def test_settings_out_of_range_are_said_before_reading(target: Path) -> None:
+    (target / "generation_config.json").write_text('{"do_sample": true, "temperature": 1e9}')
+    with pytest.raises(LoadError, match=r"target/generation_config\.json: temperature is 10+\.0"):
+        load_pair(str(target))
+
+
+@pytest.mark.usefixtures("no_reading")
 def test_too_little_memory_is_said_before_reading(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
