@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from operator import mul
 from typing import Any, NamedTuple, Protocol
 
@@ -130,7 +131,7 @@ class Costs:
     def __getitem__(self, shape: Shape) -> float:
         return max(self.mean[shape.draft_len] + shape.steps * self.mean[-1], 0.05)
 
-    def learn(self, shape: Shape, seconds: float) -> None:
+    def learn(self, shape: Shape, seconds: float, clip: float = CLIP) -> None:
         expected, mean = self[shape], self.mean
         if self.scale is None:
             self.scale = seconds / expected
@@ -148,7 +149,7 @@ class Costs:
         ]
         total = reach[n] + steps * reach[-1] + (NOISE * expected) ** 2
         # Hiccups only make rounds longer.
-        error = min(seconds / self.scale - expected, CLIP * total**0.5)
+        error = min(seconds / self.scale - expected, clip * total**0.5)
         self.spread = [
             [s + drift * a * b - r * q / total for s, b, q in zip(row, mean, reach, strict=True)]
             for row, a, r in zip(self.spread, mean, reach, strict=True)
@@ -195,7 +196,7 @@ class AutoLength:
         self.costs = Costs()
         self.chosen: Counter[Shape] = Counter()
         for steps, value in (seconds or {}).items():
-            self.costs.learn(Shape(steps), value)
+            self.costs.learn(Shape(steps), value, clip=inf)
         self._best = Shape(min(2, max_draft))
         # What is tried next whatever it brings: at first a short draft and plain decoding.
         self._trials = deque([] if seconds else [self._best, self._best, Shape(0)])
@@ -248,7 +249,7 @@ class AutoLength:
             self._matched += 0.1 * (sum(outcome.copied) / len(rows) - self._matched)
         if outcome.seconds is not None:
             self.costs.learn(shape, outcome.seconds)
-        elif shape not in self.costs.measured and self.chosen[shape] < 3:
+        elif shape not in self.costs.measured and self.chosen[shape] == 1:
             self._trials.append(shape)  # once more: its first round had a trace to make
         if self._best == Shape(0) and shape.steps and any(n for _, n in outcome.rows):
             self._neighbour.cut = True  # a trial that won is followed by another
