@@ -194,9 +194,11 @@ def capacity_for(positions: int) -> int:
 def attended(bound: int, capacity: int) -> int:
     """How many slots attention covers: `bound` rounded up to an eighth of an octave. Covering the
     whole capacity would double the cost of every length just past a power of two, and covering
-    `bound` itself would make every round a new shape."""
-    step = max(MIN_CAPACITY, 1 << (max(bound, 1) - 1).bit_length()) // 8
-    return min(capacity, max(MIN_CAPACITY, -(-bound // step) * step))
+    `bound` itself would make every round a new shape, which a GPU traces anew. The CPU, where
+    rounds are not compiled and every slot costs, goes in finer steps."""
+    least, parts = (32, 64) if on_cpu() else (MIN_CAPACITY, 16)
+    step = max(32, (1 << (max(bound, 1) - 1).bit_length()) // parts)
+    return min(capacity, max(least, -(-bound // step) * step))
 
 
 def _store(buffer: mx.array, new: mx.array, slots: mx.array, run: bool) -> mx.array:
@@ -282,8 +284,9 @@ class View:
         KV is slow and in half precision wrong by percents, it is unpacked: once for all layers
         that share it and all steps of a drafter."""
         if layer not in self._read:
+            # A ring that has not wrapped yet is read as far as it goes, too.
             kv = self.buffers[layer]
-            if self.layout.text.layer_types[layer] == FULL:
+            if self.slots < kv[0].shape[2]:
                 kv = tuple(part[:, :, : self.slots] for part in kv)
             self._read[layer] = self.layout.decode(kv) if on_cpu() else kv
         return self._read[layer]
@@ -292,10 +295,10 @@ class View:
         return LastView(self)
 
     def _ring_positions(self, last: mx.array) -> mx.array:
-        """Which position each slot of a ring holds when `last` [B] is the newest: [B, 1, 1, C].
-        Negative where nothing was written yet."""
+        """Which position each slot of a ring holds when `last` [B] is the newest: [B, 1, 1, .] of
+        those that this pass reads. Negative where nothing was written yet."""
         ring, last = self.layout.ring, last[:, None, None, None]
-        return last - (last + (ring - mx.arange(ring))) % ring
+        return last - (last + (ring - mx.arange(min(ring, self.slots)))) % ring
 
     def _mask(self, queries: mx.array, ring: mx.array) -> None:
         """Queries at positions [B, T]; `ring`: positions of what sliding layers attend to."""
@@ -349,7 +352,7 @@ class PrefillView(View):
         places, run = self.at, self.at.shape[0] == 1
         if kind == SLIDING:
             self.chunks[layer] = tuple(
-                mx.concatenate([old, part], 2)
+                mx.concatenate([old[:, :, : self.slots], part], 2)
                 for old, part in zip(self.buffers[layer], new, strict=True)
             )
             kept = min(self.tokens, self.layout.ring)

@@ -64,21 +64,22 @@ def test_a_ring_keeps_a_window_behind_a_stop_seen_late():
 
 
 @pytest.mark.parametrize(
-    ("bound", "capacity", "slots"),
+    ("bound", "capacity", "gpu", "cpu"),
     [
-        (1, 256, 256),
-        (256, 512, 256),
-        (257, 512, 320),
-        (320, 512, 320),
-        (321, 512, 384),
-        (513, 1024, 640),
-        (1025, 2048, 1280),
-        (9000, 16384, 10240),
-        (500, 500, 500),
+        (1, 256, 256, 32),
+        (33, 256, 256, 64),
+        (257, 512, 288, 288),
+        (289, 512, 320, 320),
+        (1025, 2048, 1152, 1056),
+        (9000, 16384, 9216, 9216),
+        (33000, 65536, 36864, 33792),
+        (500, 500, 500, 500),
     ],
 )
-def test_attention_covers_an_eighth_of_an_octave_more(bound, capacity, slots):
-    assert attended(bound, capacity) == slots
+def test_attention_covers_an_eighth_of_an_octave_more(bound, capacity, gpu, cpu, monkeypatch):
+    assert attended(bound, capacity) == cpu
+    monkeypatch.setattr(kv, "on_cpu", lambda: False)
+    assert attended(bound, capacity) == gpu
 
 
 def test_capacity_grows_by_powers_of_two():
