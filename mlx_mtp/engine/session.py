@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import mlx.core as mx
 
 from mlx_mtp.engine.batch import Batch, Row
-from mlx_mtp.engine.copying import CopyIndex
+from mlx_mtp.engine.copying import Copies, CopyIndex
 from mlx_mtp.engine.draft_length import AutoLength, DraftLength, Outcome, Shape
 from mlx_mtp.engine.kv import BLOCK, Buffers, KVLayout, capacity_for
 from mlx_mtp.engine.policy import Clock, Policy
@@ -178,7 +178,36 @@ class Engine:
         self.waits += 1
         mx.eval(self._batch.state)
 
+    def calibrate(self, rounds: int = 4) -> None:
+        """On an idle engine: run a short round over and over, eagerly and compiled, go on with the
+        faster way, and tell the controller what it took. WAITS for the device."""
+        steps = min(2, self.draft_length.choose().draft_len) if self.drafter else 0
+        seconds = {}
+        for compiled in (True, False):
+            self.rounds.compiled = compiled
+            results: list[mx.array] = []
+            for i in range(rounds + 2):
+                if i == 2:  # behind the trace, with one round in flight
+                    started = time.perf_counter()
+                result, _ = self._run(None, RoundShape(steps, self._batch.bound, "greedy"))
+                results.append(result.tokens)
+                mx.eval(results[max(0, i - 1)])
+            mx.eval(results)
+            seconds[compiled] = (time.perf_counter() - started) / rounds
+        self.rounds.compiled = seconds[True] < seconds[False]
+        self.policy = replace(self.policy, compile=self.rounds.compiled)
+        self.draft_length.learn(Outcome(Shape(steps), (), (), min(seconds.values())))
+
     # -- rounds ---------------------------------------------------------------------------------
+
+    def _run(self, copies: Copies | None, graph: RoundShape) -> tuple[RoundResult, bool]:
+        """Dispatch one round on the batch; its result, and whether it had to be traced first."""
+        # No name may hold the old buffers when the round runs, or it copies them.
+        state, self._batch.state = self._batch.state, self._batch.state._replace(kv=[])
+        self._batch.state, result, traced = self.rounds(state, copies, graph)
+        del state
+        mx.async_eval(result, self._batch.state)
+        return result, traced
 
     def _step(self) -> list[Event]:
         if self._waiting and self._waiting[0].max_tokens == 0:
@@ -241,10 +270,7 @@ class Engine:
             shape.copied,
             max(logprobs) if logprobs else None,
         )
-        state, batch.state = batch.state, batch.state._replace(kv=[])
-        batch.state, result, traced = self.rounds(state, copies, graph)
-        del state
-        mx.async_eval(result, batch.state)
+        result, traced = self._run(copies, graph)
         if moved or traced:
             self._clock.disturb()
         for row, _ in serve:
