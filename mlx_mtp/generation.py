@@ -7,7 +7,7 @@ for piece in stream(pair, "def fibonacci(n):", Options(max_tokens=64)):
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -78,7 +78,7 @@ class Options:
             top_k=defaults.top_k if self.top_k is None else self.top_k,
             top_p=_either(self.top_p, defaults.top_p),
             min_p=_either(self.min_p, defaults.min_p),
-            seed=secrets.randbits(32) if self.seed is None else self.seed,
+            seed=int.from_bytes(os.urandom(4)) if self.seed is None else self.seed,
         )
 
     def processing(self, defaults: GenerationDefaults) -> Processing:
