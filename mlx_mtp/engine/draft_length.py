@@ -24,9 +24,9 @@ DECAYS, LEAN = (0.995, 0.96), (2.0, 12.0)
 PRIOR, MATCHED = 0.7, 0.9
 # Costs, relative to a round's: noise of one measurement, drift of the machine and of one length a
 # round, the deviations that a long round counts for; HOPE: deviations in favour of a shape.
-NOISE, DRIFT, AGEING, CLIP, HOPE = 0.1, 0.02, 0.001, 0.7, 0.4
+NOISE, DRIFT, AGEING, CLIP, HOPE = 0.1, 0.01, 0.002, 0.7, 0.4
 # Rounds to the first trial of a neighbour or a copy, and most rounds between two.
-PAUSE, COPY_PAUSE = (8, 128), (4, 64)
+PAUSE, COPY_PAUSE = (8, 128), (8, 128)
 
 
 class Shape(NamedTuple):
@@ -199,7 +199,7 @@ class AutoLength:
             self.costs.learn(Shape(steps), value, clip=inf)
         self._best = Shape(min(2, max_draft))
         # What is tried next whatever it brings: at first a short draft and plain decoding.
-        self._trials = deque([] if seconds else [self._best, self._best, Shape(0)])
+        self._trials = deque([] if seconds else [self._best, self._best, Shape(0), Shape(0)])
         self._neighbour, self._copy = Pause(*PAUSE), Pause(*COPY_PAUSE)
         self._turn = 0
         self._rows, self._matched = 1, MATCHED
@@ -232,7 +232,7 @@ class AutoLength:
         if self.max_draft == 0 or not self._neighbour.over():
             return best
         self._turn += 1
-        around = [best.steps + 1, best.steps - 1, 0]
+        around = [best.steps - 1, 0, best.steps + 1]
         near = [n for n in around if 0 <= n <= self.max_draft and n != best.steps]
         return Shape(near[self._turn % len(near)])
 
