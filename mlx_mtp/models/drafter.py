@@ -13,7 +13,6 @@ from mlx_mtp.models.layers import (
     ExpertLinear,
     KVView,
     QuantizedExpertLinear,
-    RMSNorm,
     Rotate,
     head,
     rotation,
@@ -52,7 +51,7 @@ class Drafter(nn.Module):
             DecoderLayer(text, kind, text.intermediate_size, kv_key=kind, own_kv=False)
             for kind in text.layer_types
         ]
-        self.norm = RMSNorm(text.hidden_size, eps=text.rms_norm_eps)
+        self.norm = nn.RMSNorm(text.hidden_size, eps=text.rms_norm_eps)
         backbone = config.backbone_hidden_size
         self.pre_projection = nn.Linear(2 * backbone, text.hidden_size, bias=False)
         self.post_projection = nn.Linear(text.hidden_size, backbone, bias=False)

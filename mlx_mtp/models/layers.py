@@ -44,24 +44,6 @@ def on_cpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
-def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
-    """mx.fast.rms_norm, which on the CPU takes more operations than this."""
-    if not on_cpu() or x.dtype != mx.float32:
-        return mx.fast.rms_norm(x, weight, eps)
-    # The sum in place of the mean: one operation less, and the weight (or eps) takes the factor.
-    x = x * mx.rsqrt(mx.square(x).mean(-1, keepdims=True) + eps)
-    return x if weight is None else x * weight
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.eps, self.weight = eps, mx.ones((size,))
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return rms_norm(x, self.weight, self.eps)
-
-
 def gelu(x: mx.array) -> mx.array:
     """gelu_pytorch_tanh, as x * sigmoid(2 u) with 0.5 (1 + tanh u) = sigmoid(2 u).
 
@@ -135,6 +117,17 @@ class Stacked(nn.Module):
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, -1)
 
 
+class HeadNorm(nn.Module):
+    """RMSNorm of [B, heads, T, head_dim] by a weight [heads, 1, head_dim]."""
+
+    def __init__(self, weight: mx.array, eps: float):
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.fast.rms_norm(x, None, self.eps) * self.weight
+
+
 class Attention(nn.Module):
     """Attention at scale 1 (q_norm and k_norm carry it) with keys and values of its own or, with
     `own_kv` false, those of the layer that `kv_key` names."""
@@ -147,33 +140,35 @@ class Attention(nn.Module):
         width = config.hidden_size
         self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, eps=self.eps)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=self.eps)
         if own_kv:
             self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
             if not config.k_eq_v(kind):
                 self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
-            self.k_norm = RMSNorm(self.head_dim, eps=self.eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, eps=self.eps)
 
     def stack(self) -> None:
-        """Once loaded: one product for queries, keys and values, one weight for the
-        norms of query and key heads, [heads, 1, head_dim] (queries alone: [head_dim])."""
+        """Once loaded: one product for queries, keys and values, and one norm of all heads."""
         names = [name for name in ("q_proj", "k_proj", "v_proj") if name in self]
         self.qkv_proj = Stacked(*(self.pop(name) for name in names))
-        self.qk_norm = self.pop("q_norm").weight
         if self.own_kv:
-            of_keys = self.pop("k_norm").weight
-            of_heads = [self.qk_norm] * self.heads + [of_keys] * self.kv_heads
-            self.qk_norm = mx.stack(of_heads)[:, None]
+            weights = [self.pop("q_norm").weight] * self.heads
+            weights += [self.pop("k_norm").weight] * self.kv_heads
+            if "v_proj" in names:
+                weights += [mx.ones_like(weights[0])] * self.kv_heads
+            self.q_norm = HeadNorm(mx.stack(weights)[:, None], self.eps)
 
     def __call__(self, x: mx.array, kv: KVView, rotate: Rotate) -> mx.array:
-        B, rows = len(kv.offset), len(x)
-        heads = self.qkv_proj(x).reshape(B, rows // B, -1, self.head_dim).swapaxes(1, 2)
-        heads = rms_norm(heads, None, self.eps)
-        turning = self.heads + (self.kv_heads if self.own_kv else 0)
-        turned = rotate(heads[:, :turning] * self.qk_norm)
+        B, rows, turning = len(kv.offset), len(x), self.heads + self.own_kv * self.kv_heads
+        raw = self.qkv_proj(x).reshape(B, rows // B, -1, self.head_dim).swapaxes(1, 2)
+        heads = self.q_norm(raw)
+        turned = rotate(heads[:, :turning])
         if self.own_kv:
             # V has a norm without weight, and no RoPE even where it is the raw key.
-            kv.write(self.kv_key, turned[:, self.heads :], heads[:, -self.kv_heads :])
+            values = heads[:, turning:]
+            if not values.size:
+                values = mx.fast.rms_norm(raw[:, self.heads :], None, self.eps)
+            kv.write(self.kv_key, turned[:, self.heads :], values)
         out = kv.attend(self.kv_key, turned[:, : self.heads])
         return self.o_proj(out.swapaxes(1, 2).reshape(rows, -1))
 
@@ -313,21 +308,21 @@ class DecoderLayer(nn.Module):
         self.kind = kind
         self.self_attn = Attention(config, kind, kv_key, own_kv)
         self.mlp = MLP(width, mlp_width)
-        self.input_layernorm = RMSNorm(width, eps=eps)
-        self.post_attention_layernorm = RMSNorm(width, eps=eps)
-        self.pre_feedforward_layernorm = RMSNorm(width, eps=eps)
-        self.post_feedforward_layernorm = RMSNorm(width, eps=eps)
+        self.input_layernorm = nn.RMSNorm(width, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
+        self.pre_feedforward_layernorm = nn.RMSNorm(width, eps=eps)
+        self.post_feedforward_layernorm = nn.RMSNorm(width, eps=eps)
         if config.enable_moe_block:
             self.router = Router(config)
             self.experts = Experts(config)
-            self.post_feedforward_layernorm_1 = RMSNorm(width, eps=eps)
-            self.post_feedforward_layernorm_2 = RMSNorm(width, eps=eps)
-            self.pre_feedforward_layernorm_2 = RMSNorm(width, eps=eps)
+            self.post_feedforward_layernorm_1 = nn.RMSNorm(width, eps=eps)
+            self.post_feedforward_layernorm_2 = nn.RMSNorm(width, eps=eps)
+            self.pre_feedforward_layernorm_2 = nn.RMSNorm(width, eps=eps)
         if config.hidden_size_per_layer_input:
             inner = config.hidden_size_per_layer_input
             self.per_layer_input_gate = nn.Linear(width, inner, bias=False)
             self.per_layer_projection = nn.Linear(inner, width, bias=False)
-            self.post_per_layer_input_norm = RMSNorm(width, eps=eps)
+            self.post_per_layer_input_norm = nn.RMSNorm(width, eps=eps)
         self.layer_scalar = mx.ones((1,))
 
     def stack(self) -> None:
@@ -385,6 +380,29 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+class SummedNorm(nn.Module):
+    """An RMSNorm as x / sqrt(sum(x^2) + n eps) * (weight sqrt(n)): half the operations that
+    mx.fast.rms_norm is on the CPU. `fold` gives the weight to the maps behind."""
+
+    def __init__(self, norm: nn.RMSNorm | HeadNorm):
+        super().__init__()
+        size = norm.weight.shape[-1]
+        self.eps, self.weight = size * norm.eps, size**0.5 * norm.weight
+
+        self.folded = False
+
+    def fold(self, maps: list[nn.Module]) -> None:
+        if all(type(m) is ColumnLinear for m in maps):
+            self.folded = True
+            for m in maps:
+                m.parts = [part * self.weight[:, None] for part in m.parts]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        x = x.astype(mx.float32)  # a packed table gives bfloat16 beside float32 norms
+        x = x * mx.rsqrt(mx.square(x).sum(-1, keepdims=True) + self.eps)
+        return x if self.folded else x * self.weight
+
+
 @cache
 def second_core() -> mx.ThreadLocalStream:
     """A CPU stream beside the default one, for each thread its own."""
@@ -398,18 +416,28 @@ def head(model: nn.Module, hidden: mx.array) -> mx.array:
 
 
 def lay_out_for_cpu(model: nn.Module) -> None:
-    """Store every float32 linear map of `model` as the CPU multiplies it fastest.
+    """Store every float32 linear map and norm of `model` as the CPU computes it fastest.
 
     A tied head becomes a map of its own beside the embedding table.
     """
 
-    def replace(_: str, module: Any) -> Any:
-        if type(module) is nn.Linear and module.weight.dtype == mx.float32:
-            return ColumnLinear(module.weight)
-        return module
+    def replace_all(kind: type[nn.Module], make: Callable[[Any], nn.Module]) -> None:
+        def replace(_: str, module: Any) -> Any:
+            fits = type(module) is kind and module.weight.dtype == mx.float32
+            return make(module) if fits else module
+
+        leaves = tree_map_with_path(replace, model.leaf_modules(), is_leaf=nn.Module.is_module)
+        model.update_modules(leaves)
 
     table = model.get("embed_tokens")
     if "lm_head" not in model and type(table) is nn.Embedding and table.weight.dtype == mx.float32:
         model.lm_head = ColumnLinear(table.weight)
-    leaves = tree_map_with_path(replace, model.leaf_modules(), is_leaf=nn.Module.is_module)
-    model.update_modules(leaves)
+    replace_all(nn.Linear, lambda linear: ColumnLinear(linear.weight))
+    for kind in (nn.RMSNorm, HeadNorm):
+        replace_all(kind, SummedNorm)
+    for layer in model.layers:
+        norms = (layer.input_layernorm, layer.pre_feedforward_layernorm)
+        maps = (layer.self_attn.qkv_proj.maps, layer.mlp.gate_up_proj.maps)
+        for norm, behind in zip(norms, maps, strict=True):
+            if type(norm) is SummedNorm:
+                norm.fold(behind)

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_mtp.config import TargetConfig
-from mlx_mtp.models.layers import DecoderLayer, KVView, RMSNorm, Rotate, head, rotation, softcap
+from mlx_mtp.models.layers import DecoderLayer, KVView, Rotate, head, rotation, softcap
 
 
 class Target(nn.Module):
@@ -23,12 +23,12 @@ class Target(nn.Module):
             )
             for i, kind in enumerate(text.layer_types)
         ]
-        self.norm = RMSNorm(text.hidden_size, eps=text.rms_norm_eps)
+        self.norm = nn.RMSNorm(text.hidden_size, eps=text.rms_norm_eps)
         if text.hidden_size_per_layer_input:
             packed = text.num_hidden_layers * text.hidden_size_per_layer_input
             self.embed_tokens_per_layer = nn.Embedding(text.vocab_size_per_layer_input, packed)
             self.per_layer_model_projection = nn.Linear(text.hidden_size, packed, bias=False)
-            self.per_layer_projection_norm = RMSNorm(
+            self.per_layer_projection_norm = nn.RMSNorm(
                 text.hidden_size_per_layer_input, eps=text.rms_norm_eps
             )
         if not text.tie_word_embeddings:
