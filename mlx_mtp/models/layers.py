@@ -44,12 +44,21 @@ def on_cpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
+LINEAR, CUBIC = 1.5957691216057308, 0.07135481282052428  # 2 sqrt(2 / pi), and 0.044715 of it
+GATE = CUBIC ** (1 / 3)
+
+
 def gelu(x: mx.array) -> mx.array:
     """gelu_pytorch_tanh, as x * sigmoid(2 u) with 0.5 (1 + tanh u) = sigmoid(2 u).
 
     Written out because mlx.nn's is compiled, and a cold compile costs seconds on the CPU.
     """
-    return x * mx.sigmoid(x * (1.5957691216057308 + 0.07135481282052428 * (x * x)))
+    return x * mx.sigmoid(x * (LINEAR + CUBIC * (x * x)))
+
+
+def scaled_gelu(x: mx.array) -> mx.array:
+    """GATE * gelu(x / GATE): a quarter fewer operations."""
+    return x * mx.sigmoid(x * (mx.square(x) + LINEAR / GATE))
 
 
 def softcap(x: mx.array, cap: float | None) -> mx.array:
@@ -179,6 +188,7 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
+        self.gelu = gelu
 
     def stack(self) -> None:
         """Once loaded: one product for gate and up."""
@@ -186,7 +196,7 @@ class MLP(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         gate, up = mx.split(self.gate_up_proj(x), 2, -1)
-        return self.down_proj(gelu(gate) * up)
+        return self.down_proj(self.gelu(gate) * up)
 
 
 class ExpertLinear(nn.Module):
@@ -324,6 +334,7 @@ class DecoderLayer(nn.Module):
             self.per_layer_projection = nn.Linear(inner, width, bias=False)
             self.post_per_layer_input_norm = nn.RMSNorm(width, eps=eps)
         self.layer_scalar = mx.ones((1,))
+        self.gelu = gelu
 
     def stack(self) -> None:
         """Once loaded: products of one input become one."""
@@ -343,7 +354,7 @@ class DecoderLayer(nn.Module):
             out = self.post_feedforward_layernorm_1(out) + self.post_feedforward_layernorm_2(routed)
         x = x + self.post_feedforward_layernorm(out)
         if per_layer is not None:
-            gated = gelu(self.per_layer_input_gate(x)) * per_layer
+            gated = self.gelu(self.per_layer_input_gate(x)) * per_layer
             x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))
         return x * self.layer_scalar
 
@@ -375,6 +386,10 @@ class ColumnLinear(nn.Module):
         second = mx.matmul(x, parts[1], stream=second_core())
         return mx.concatenate([x @ parts[0], second], -1)
 
+    def scale(self, by: mx.array | float) -> None:
+        """Multiplies the weight, by a number or [in, 1]."""
+        self.parts = [part * by for part in self.parts]
+
 
 def cores() -> int:
     return os.cpu_count() or 1
@@ -382,7 +397,7 @@ def cores() -> int:
 
 class SummedNorm(nn.Module):
     """An RMSNorm as x / sqrt(sum(x^2) + n eps) * (weight sqrt(n)): half the operations that
-    mx.fast.rms_norm is on the CPU. `fold` gives the weight to the maps behind."""
+    mx.fast.rms_norm is on the CPU. folded: the maps behind have the weight in theirs."""
 
     def __init__(self, norm: nn.RMSNorm | HeadNorm):
         super().__init__()
@@ -390,12 +405,6 @@ class SummedNorm(nn.Module):
         self.eps, self.weight = size * norm.eps, size**0.5 * norm.weight
 
         self.folded = False
-
-    def fold(self, maps: list[nn.Module]) -> None:
-        if all(type(m) is ColumnLinear for m in maps):
-            self.folded = True
-            for m in maps:
-                m.parts = [part * self.weight[:, None] for part in m.parts]
 
     def __call__(self, x: mx.array) -> mx.array:
         x = x.astype(mx.float32)  # a packed table gives bfloat16 beside float32 norms
@@ -416,7 +425,8 @@ def head(model: nn.Module, hidden: mx.array) -> mx.array:
 
 
 def lay_out_for_cpu(model: nn.Module) -> None:
-    """Store every float32 linear map and norm of `model` as the CPU computes it fastest.
+    """Store every float32 linear map and norm of `model` as the CPU computes it fastest, and fold
+    factors into the maps: an operation costs 2 to 4 us there, whatever its size.
 
     A tied head becomes a map of its own beside the embedding table.
     """
@@ -436,8 +446,28 @@ def lay_out_for_cpu(model: nn.Module) -> None:
     for kind in (nn.RMSNorm, HeadNorm):
         replace_all(kind, SummedNorm)
     for layer in model.layers:
-        norms = (layer.input_layernorm, layer.pre_feedforward_layernorm)
-        maps = (layer.self_attn.qkv_proj.maps, layer.mlp.gate_up_proj.maps)
-        for norm, behind in zip(norms, maps, strict=True):
-            if type(norm) is SummedNorm:
-                norm.fold(behind)
+        mlp, gate_up = layer.mlp, layer.mlp.gate_up_proj.maps
+        _fold(layer.input_layernorm, layer.self_attn.qkv_proj.maps)
+        _fold(layer.pre_feedforward_layernorm, gate_up)
+        _fold_gelu(mlp, gate_up, mlp.down_proj, GATE**2)
+        if "per_layer_input_gate" in layer:
+            _fold_gelu(layer, [layer.per_layer_input_gate], layer.per_layer_projection, GATE)
+
+
+def _fold(norm: nn.Module, behind: list[nn.Module]) -> None:
+    """Gives the weight of a norm to the maps behind it."""
+    if type(norm) is SummedNorm and all(type(m) is ColumnLinear for m in behind):
+        norm.folded = True
+        for m in behind:
+            m.scale(norm.weight[:, None])
+
+
+def _fold_gelu(
+    owner: MLP | DecoderLayer, gates: list[nn.Module], out: nn.Module, by: float
+) -> None:
+    """Scales the maps before and behind a gelu as `scaled_gelu` takes and gives it."""
+    if all(type(m) is ColumnLinear for m in (*gates, out)):
+        owner.gelu = scaled_gelu
+        for m in gates:
+            m.scale(GATE)
+        out.scale(1 / by)

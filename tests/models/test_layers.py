@@ -33,6 +33,7 @@ def test_gelu_is_gelu_pytorch_tanh():
     x = mx.linspace(-6, 6, 1001)
     wanted = 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     assert close(layers.gelu(x), wanted, 2e-6)
+    assert close(layers.scaled_gelu(layers.GATE * x) / layers.GATE, wanted, 2e-6)
 
 
 def test_softcap_bounds_and_absence():
