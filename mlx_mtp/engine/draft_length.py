@@ -147,14 +147,18 @@ class Costs:
             row[n] + steps * row[-1] + drift * m * expected
             for row, m in zip(self.spread, mean, strict=True)
         ]
-        total = reach[n] + steps * reach[-1] + (NOISE * expected) ** 2
-        # Hiccups only make rounds longer.
-        error = min(seconds / self.scale - expected, clip * total**0.5)
+        own, noise = reach[n] + steps * reach[-1], (NOISE * expected) ** 2
+        error = seconds / self.scale - expected
+        # Hiccups only make rounds longer: a long round moves the mean no more than this, and
+        # makes it no surer than it deserves.
+        limit = clip * (own + noise) ** 0.5
+        sure = own + noise * max(error / limit, 1.0)
         self.spread = [
-            [s + drift * a * b - r * q / total for s, b, q in zip(row, mean, reach, strict=True)]
+            [s + drift * a * b - r * q / sure for s, b, q in zip(row, mean, reach, strict=True)]
             for row, a, r in zip(self.spread, mean, reach, strict=True)
         ]
-        self.mean = [m + r * error / total for m, r in zip(mean, reach, strict=True)]
+        gain = min(error, limit) / (own + noise)
+        self.mean = [m + r * gain for m, r in zip(mean, reach, strict=True)]
 
 
 class Pause:
@@ -193,7 +197,8 @@ class AutoLength:
         self.max_draft = max_draft
         self.copies = [n for n in COPIES if copy and n <= max_draft]
         self.drafted, self.copied = Acceptance(), Acceptance()
-        self.costs = Costs()
+        self.costs = Costs()  # with as many rows as now
+        self._costs_by_rows = {1: self.costs}  # rows rounded up to a power of two
         self.chosen: Counter[Shape] = Counter()
         for steps, value in (seconds or {}).items():
             self.costs.learn(Shape(steps), value, clip=inf)
@@ -239,20 +244,28 @@ class AutoLength:
     def learn(self, outcome: Outcome) -> None:
         shape = outcome.shape
         rows = list(zip(outcome.rows, outcome.copied, strict=True))
-        self._rows = len(rows)
+        self._rows = max(len(rows), 1)
+        size = 1 << (self._rows - 1).bit_length()
+        if size not in self._costs_by_rows:
+            self._costs_by_rows[size] = Costs()
+            self._trials += [Shape(0), Shape(0)]
+        self.costs = self._costs_by_rows[size]
         if shape.steps:
-            self.drafted.learn(row for row, copied in rows if not copied)
+            drafted = [row for row, copied in rows if not copied]
+            if self._best == Shape(0):
+                # A trial that went much better than was expected is followed by another.
+                won = sum(accepted > 0 for _, accepted in drafted)
+                self._neighbour.cut = won > (self.drafted.rates[0] + 0.2) * len(drafted)
+            self.drafted.learn(drafted)
         if shape.copied:
             matched = [row for row, copied in rows if copied]
             self.copied.learn(matched)
-            self._copy.cut = any(offered == accepted for offered, accepted in matched)
+            self._copy.cut = all(offered == accepted for offered, accepted in matched or [(1, 0)])
             self._matched += 0.1 * (sum(outcome.copied) / len(rows) - self._matched)
         if outcome.seconds is not None:
             self.costs.learn(shape, outcome.seconds)
         elif shape not in self.costs.measured and self.chosen[shape] == 1:
             self._trials.append(shape)  # once more: its first round had a trace to make
-        if self._best == Shape(0) and shape.steps and any(n for _, n in outcome.rows):
-            self._neighbour.cut = True  # a trial that won is followed by another
 
     def describe(self) -> dict[str, Any]:
         """What was chosen and why, for --json."""

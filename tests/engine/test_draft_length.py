@@ -33,7 +33,7 @@ def rounds(auto, count, accepted, match=False, copied=None):
 @pytest.mark.parametrize("name", MACHINES)
 def test_close_to_the_best_fixed_length_and_never_slower_than_plain_decoding(name):
     for text in TEXTS:
-        *lengths, auto, _ = means(text, MACHINES[name], tokens=2000, seeds=5)
+        *lengths, auto, _ = means(text, MACHINES[name], tokens=2000, seeds=6)
         assert auto >= 0.97 * max(lengths), (text, auto, lengths)
         assert auto >= 0.97 * lengths[0], (text, auto, lengths)
 
@@ -151,6 +151,22 @@ def test_in_a_batch_every_row_teaches():
         auto.learn(Outcome(Shape(2), rows, (False,) * 8, 1.0))
     assert auto.drafted.rates[0] == pytest.approx(3 / 8, abs=0.02)
     assert auto.drafted.rates[1] > 0.9
+
+
+def test_costs_are_learnt_for_each_size_of_the_batch():
+    """Where the cost is in the rows, drafts pay for one row and not for eight."""
+    auto = AutoLength()
+    last = {}
+    for size in (1, 8, 1):
+        last[size] = []
+        for _ in range(150):
+            shape = auto.choose()
+            last[size].append(shape)
+            rows = ((shape.steps, min(shape.steps, 1)),) * size
+            seconds = 4 + size * (1 + 2.2 * shape.steps)
+            auto.learn(Outcome(shape, rows, (False,) * size, seconds))
+    assert last[8].count(Shape(0)) > 100
+    assert last[1].count(Shape(1)) > 135
 
 
 def test_copies_are_made_where_there_is_a_match_and_they_were_right():
