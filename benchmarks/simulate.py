@@ -1,7 +1,7 @@
 """The draft-length controller against every fixed length, with no model: how fast is it on which
 text and which machine.
 
-    python -m benchmarks.simulate [--tokens 2000] [--seeds 5] [--machine "M3 Max"] [--text prose]
+    python -m benchmarks.simulate [--tokens 2000] [--seeds 6] [--machine "M3 Max"] [--text prose]
 
 A trace says at every position of a text how many drafts would be right there. A machine says what
 a round costs in each shape, plain decoding being 1. The controller starts with nothing learnt,
@@ -194,7 +194,7 @@ def means(kind: str, machine: Machine, tokens: int, seeds: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2000, help="of a text (default: 2000)")
-    parser.add_argument("--seeds", type=int, default=5, help="texts of each kind (default: 5)")
+    parser.add_argument("--seeds", type=int, default=6, help="texts of each kind (default: 6)")
     parser.add_argument("--machine", choices=MACHINES, help="one machine (default: all)")
     parser.add_argument("--text", choices=TEXTS, help="one kind of text (default: all)")
     options = parser.parse_args()
