@@ -1,11 +1,15 @@
-"""Peak memory of loading and generating with a random bf16 checkpoint of a model's real shape.
+"""Peak memory: of rounds and prefills over long KV, and of a model's real shape.
 
+    python -m benchmarks.memory
     python -m benchmarks.memory CONFIG DRAFTER_CONFIG [--folder DIR] [--max-tokens 4]
 
+Alone it counts what a round and a prompt's last chunk need beside KV at two capacities and two
+lengths, with tiny models; the compiled rounds take some minutes of g++ where its cache is cold.
+
 CONFIG and DRAFTER_CONFIG are config.json files, say those of google/gemma-4-E2B-it and its
-assistant. The checkpoint (9.3 GB for E2B) is written shard by shard into DIR, a temporary folder by
-default, with the embedded pair's tokenizer. Fails where the process's peak is above weights + KV +
-10 %. Some minutes on 2 CPU cores.
+assistant. The checkpoint of random bf16 numbers (9.3 GB for E2B) is written shard by shard into
+DIR, a temporary folder by default, with the embedded pair's tokenizer, loaded and run. Fails where
+the process's peak is above weights + KV + 10 %. Some minutes on 2 CPU cores.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,8 @@ from mlx_mtp.config import DrafterConfig, TargetConfig
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.target import Target
 from mlx_mtp.weights.find import TINY
+from tests.engine import peaks
+from tests.engine.pairs import make_target
 
 SHARD = 2 << 30
 
@@ -83,13 +90,37 @@ def _repeat(noise: mx.array, shape: tuple[int, ...]) -> mx.array:
     return mx.concatenate([noise] * -(-count // noise.size))[:count].reshape(shape)
 
 
+def show_rounds() -> None:
+    """Bytes above the resting level, one round in flight."""
+    print("| round: rows, KV, run | at 4k slots, MB | at 64k | KV at 64k |\n|---|---|---|---|")
+    cases = product((False, True), (1, 2), (None, 8))
+    for compiled, rows, bits in cases:
+        above = []
+        for capacity in (1 << 12, 1 << 16):
+            engine = peaks.make_engine(rows, bits, compiled)
+            above.append(peaks.of_rounds(engine, rows, capacity) / 1e6)
+        kind = f"{rows}, {f'{bits} bits' if bits else 'float32'}, "
+        kind += "compiled" if compiled else "eager"
+        print(f"| {kind} | {above[0]:.2f} | {above[1]:.2f} | {engine.kv_bytes / 1e6:.0f} |")
+    print("\n| last chunk of | of 2,500 tokens, MB | of 10,000 |\n|---|---|---|")
+    target = make_target()
+    for chunk in (64, 512, 2048):
+        above = [peaks.of_chunk(target, chunk, n - chunk) / 1e6 for n in (2500, 10000)]
+        print(f"| {chunk} | {above[0]:.1f} | {above[1]:.1f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("config", type=Path)
-    parser.add_argument("drafter_config", type=Path)
+    parser.add_argument("config", type=Path, nargs="?")
+    parser.add_argument("drafter_config", type=Path, nargs="?")
     parser.add_argument("--folder", type=Path, help="kept afterwards (default: a temporary one)")
     parser.add_argument("--max-tokens", type=int, default=4, help="to generate (default: 4)")
     given = parser.parse_args()
+    if given.config is None:
+        show_rounds()
+        return
+    if given.drafter_config is None:
+        parser.error("CONFIG needs DRAFTER_CONFIG beside it")
     folder = given.folder or Path(tempfile.mkdtemp())
     try:
         config = json.loads(given.config.read_text())

@@ -34,7 +34,7 @@ Product = Callable[[mx.array], mx.array]
 BLOCK = MAX_DRAFT + 1  # the most tokens that one verify pass writes
 MIN_CAPACITY = 256
 # Elements of a prefill's scores at once: on a GPU enough rows for a fast product.
-CPU_SCORES, GPU_SCORES = 1 << 20, 1 << 26
+CPU_SCORES, GPU_SCORES = 1 << 18, 1 << 26
 MOST_COPIED = 4096  # slots whose keys may be laid out anew for the CPU
 GROUP_SIZES = (64, 32)  # of quantised KV: the first that divides the head dim
 
@@ -362,7 +362,7 @@ class PrefillView(View):
 
     def attend(self, key: KVKey, queries: mx.array) -> mx.array:
         layer, heads = int(key), queries.shape[1]
-        most = max(1, (CPU_SCORES if on_cpu() else GPU_SCORES) // (heads * self.slots))
+        most = max(2, (CPU_SCORES if on_cpu() else GPU_SCORES) // (heads * self.slots))
         if layer in self.chunks or self.tokens <= most:
             return super().attend(key, queries)
         pieces: list[mx.array] = []
