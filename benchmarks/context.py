@@ -135,8 +135,8 @@ def main() -> None:
     prompt = [i % VOCAB for i in range(given.prompt)]
     prefills = {"theirs": their_prefills(theirs, prompt)}
     prefills["ours"] = our_prefills(target, drafter, prompt)
-    base, ours = medians(prefills, 1, max(3, given.repeats // 3)).values()
-    print(f"prefill: mlx-lm {len(prompt) / base:.0f}, ours {len(prompt) / ours:.0f} tokens/s")
+    base, mine = medians(prefills, 1, max(3, given.repeats // 3)).values()
+    print(f"prefill: mlx-lm {len(prompt) / base:.0f}, ours {len(prompt) / mine:.0f} tokens/s")
 
 
 if __name__ == "__main__":
