@@ -32,17 +32,15 @@ class Ours:
         from mlx_mtp.weights.load import load_drafter, load_target
 
         self.pair = load_target(target, float32=on_cpu()), load_drafter(drafter, float32=on_cpu())
-        self.engines: dict[tuple[int, bool], Any] = {}
+        self.engines: dict[bool, Any] = {}
 
     def stream(self, request: dict[str, Any]) -> Stream:
-        from mlx_mtp.engine.draft_length import FixedLength
         from mlx_mtp.engine.session import Engine, Request
 
         k, compiled = request["draft_len"], request["compiled"]
-        if (k, compiled) not in self.engines:
-            options: dict[str, Any] = {"compile": True} if compiled else {}
-            self.engines[k, compiled] = Engine(*self.pair, draft_length=FixedLength(k), **options)
-        engine = self.engines[k, compiled]
+        if compiled not in self.engines:
+            self.engines[compiled] = Engine(*self.pair, compile=compiled or None)
+        engine = self.engines[compiled]
         asked = Request(
             request["prompt"], request["max_tokens"], eos=frozenset(request["eos"]), draft_len=k
         )
