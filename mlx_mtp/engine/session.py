@@ -120,12 +120,14 @@ class Engine:
 
     def describe(self) -> dict[str, Any]:
         """How rounds were run so far: the policy, and counts of what costs time beside them."""
+        auto = self.draft_length
         return {
             "compile": self.policy.compile,
             "pipeline": self.policy.pipeline,
             "waits": self.waits,
             "traces": self.rounds.traces,
             "buffer_growths": self.grown,
+            "auto": auto.describe() if isinstance(auto, AutoLength) else None,
         }
 
     def add(self, request: Request) -> None:
@@ -301,9 +303,8 @@ class Engine:
                 events.append(Event(request, [], [], len(request.prompt)))
                 ended.append(row)
                 continue
-            if request.draft_len is None:
-                drafts = flight.shape.copied if copied else flight.shape.steps
-                taught.append((drafts, accepted, bool(copied)))
+            drafts = min(request.budget, flight.shape.copied if copied else flight.shape.steps)
+            taught.append((drafts, accepted, bool(copied)))
             shown = logprobs.of(place, request)
             events.append(self._hand_out(row, request, flight, tokens, accepted, copied, shown))
             if request.finish_reason:
