@@ -1,8 +1,10 @@
-"""Tokens/s of ragged batches of 1 to 16 rows: prompts, lengths and acceptances of their own.
+"""Tokens/s of ragged batches of 1 to 16 rows, at several draft lengths: prompts, lengths and
+acceptances of their own.
 
     python -m benchmarks.batch [--pair compute|overhead] [--draft-len 0,4,auto] [--rows 1,2,4,8]
 
-One process, all sizes turn by turn, medians. Every row's text is compared with its solo run.
+Random pairs (`benchmarks.shapes`). One process, all settings turn by turn, medians; `auto` has one
+controller a size, as a server has. Every row's text is compared with its solo run.
 """
 
 from __future__ import annotations
@@ -75,12 +77,13 @@ def main() -> None:
                 assert texts == alone[:rows], f"{rows} rows differ from their solo runs"
                 if turn:
                     speeds.setdefault((rows, draft_len), []).append(speed)
-    for draft_len in lengths:
-        one = statistics.median(speeds[sizes[0], draft_len])
-        for rows in sizes:
-            speed = statistics.median(speeds[rows, draft_len])
-            name = "auto" if draft_len is None else draft_len
-            print(f"draft {name:>4}  rows {rows:2}  {speed:7.1f} tokens/s  {speed / one:.2f}x")
+    medians = {key: statistics.median(values) for key, values in speeds.items()}
+    for (rows, draft_len), speed in sorted(medians.items(), key=lambda item: item[0][0]):
+        name = "auto" if draft_len is None else draft_len
+        line = f"rows {rows:2}  draft {name:>4}  {speed:7.1f} tokens/s"
+        if (rows, 0) in medians:
+            line += f"  {speed / medians[rows, 0]:.2f}x plain decoding"
+        print(f"{line}  {speed / medians[sizes[0], draft_len]:.2f}x {sizes[0]} row(s)")
 
 
 def bench_solo(bench: Bench, i: int) -> list[int]:

@@ -41,7 +41,10 @@ GROUP_SIZES = (64, 32)  # of quantised KV: the first that divides the head dim
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The shape of the buffers for one target. bits: 8 or 4 to quantise full layers' KV.
+    """The shape of the buffers for one target. bits: 8 or 4 to quantise full layers' KV. stepwise:
+    passes begin to run while they are still being described, which on the CPU hides the describing.
+    Their views take over the list of buffers that they are given, for a name that holds an old
+    buffer makes a write copy it. Not within a trace.
 
     Raises UsageError for other bits, or where no group size divides the head dim.
     """
@@ -49,6 +52,7 @@ class KVLayout:
     text: TextConfig
     dtype: mx.Dtype
     bits: int | None = None
+    stepwise: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in (None, 8, 4):
@@ -251,7 +255,8 @@ class View:
     """
 
     def __init__(self, layout: KVLayout, buffers: Buffers, offset: mx.array, slots: int):
-        self.layout, self.buffers, self.offset, self.slots = layout, list(buffers), offset, slots
+        self.layout, self.offset, self.slots = layout, offset, slots
+        self.buffers = buffers if layout.stepwise else list(buffers)
         self.masks: dict[str, mx.array] = {}
         self._read: dict[int, LayerKV] = {}
 
@@ -290,6 +295,10 @@ class View:
                 kv = tuple(part[:, :, : self.slots] for part in kv)
             self._read[layer] = self.layout.decode(kv) if on_cpu() else kv
         return self._read[layer]
+
+    def start(self, x: mx.array) -> None:
+        if self.layout.stepwise:
+            mx.async_eval(x)
 
     def last(self) -> View:
         return LastView(self)

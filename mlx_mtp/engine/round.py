@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -23,6 +24,7 @@ from mlx_mtp.engine.kv import Buffers, KVLayout, attended
 from mlx_mtp.engine.processors import ProcessorState, count, counts_before, process
 from mlx_mtp.engine.sampling import SamplerState, choose
 from mlx_mtp.models.drafter import Drafter
+from mlx_mtp.models.layers import on_cpu
 from mlx_mtp.models.target import Target
 
 
@@ -114,6 +116,7 @@ def draft(
         logits = process(logits, ids, places, processors, said)
         token = choose(logits, ids, places, state.sampler, shape.sampler)
         drafts.append(token)
+        view.start(token)
         if i < shape.steps:
             hidden = drafter.next_hidden(out)
             processors = count(processors, token, emitted)
@@ -196,6 +199,7 @@ class Rounds:
         beside: mx.Device | mx.Stream | None = None,
     ):
         self.target, self.drafter, self.layout = target, drafter, layout
+        self.stepwise = replace(layout, stepwise=on_cpu())
         self.compiled, self.beside = compiled, beside
         self.traces = 0
         self._runs: OrderedDict[tuple[object, ...], Run] = OrderedDict()
@@ -204,9 +208,9 @@ class Rounds:
         self, state: RoundState, copies: Copies | None, shape: RoundShape
     ) -> tuple[RoundState, RoundResult, bool]:
         """The state after the round, its result, and whether a function was traced for it."""
-        models = self.target, self.drafter, self.layout
+        models = self.target, self.drafter
         if not self.compiled:
-            return *run_round(*models, state, copies, shape, self.beside), False
+            return *run_round(*models, self.stepwise, state, copies, shape, self.beside), False
         # One trace for all bounds that attend to the same slots.
         tokens, capacity = shape.draft_len + 1, self.layout.capacity(state.kv)
         shape = shape._replace(bound=attended(shape.bound + tokens, capacity) - tokens)
@@ -218,7 +222,7 @@ class Rounds:
             self.traces += 1
 
             def traced(state: RoundState, copies: Copies | None) -> tuple[RoundState, RoundResult]:
-                return run_round(*models, state, copies, shape)
+                return run_round(*models, self.layout, state, copies, shape)
 
             run = mx.compile(traced)
         self._runs[key] = run

@@ -35,6 +35,9 @@ class KVView(Protocol):
     def attend(self, key: KVKey, queries: mx.array) -> mx.array:
         """Causal attention of [B, heads, T, head_dim] over everything stored so far."""
 
+    def start(self, x: mx.array) -> None:
+        """The pass got as far as `x`: the device may begin, while the rest is being described."""
+
     def last(self) -> KVView:
         """The same pass narrowed to each row's last position."""
 
@@ -363,12 +366,12 @@ class ColumnLinear(nn.Module):
     """A linear map stored as [in, out]. MLX's CPU wheel multiplies through a reference BLAS whose
     fast loop runs along the stored rows: half the time of nn.Linear's [out, in].
 
-    A product keeps one core busy, so that of a large map (SIZE numbers) or of many rows (WORK
-    multiplications) is made in halves on two, where meeting again costs 10 to 20 us. Each output
-    is the same sum either way.
+    A product keeps one core busy. One of many multiplications is made in halves on two, which pays
+    from HALVES on where the halves of a large map (SIZE numbers) lie ready, from WORK on where they
+    do not: waking the other core takes 50 to 100 us. Each output is the same sum either way.
     """
 
-    SIZE, WORK = 1 << 18, 1 << 23
+    SIZE, HALVES, WORK = 1 << 20, 1 << 21, 1 << 23
 
     def __init__(self, weight: mx.array):
         super().__init__()
@@ -378,13 +381,14 @@ class ColumnLinear(nn.Module):
         self.parts = [mx.contiguous(part.T) for part in parts]
 
     def __call__(self, x: mx.array) -> mx.array:
-        parts, out = self.parts, self.parts[0].shape[1]
+        parts, rows = self.parts, x.size // x.shape[-1]
+        work = rows * sum(part.size for part in parts)
         if len(parts) == 1:
-            if x.size * out < self.WORK or cores() == 1:
+            if work < self.WORK or cores() == 1:
                 return x @ parts[0]
-            parts = list(mx.split(parts[0], [out // 2], -1))
-        second = mx.matmul(x, parts[1], stream=second_core())
-        return mx.concatenate([x @ parts[0], second], -1)
+            parts = list(mx.split(parts[0], [parts[0].shape[1] // 2], -1))
+        other = second_core() if work >= self.HALVES else None
+        return mx.concatenate([x @ parts[0], mx.matmul(x, parts[1], stream=other)], -1)
 
     def scale(self, by: mx.array | float) -> None:
         """Multiplies the weight, by a number or [in, 1]."""

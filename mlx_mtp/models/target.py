@@ -70,6 +70,7 @@ class Target(nn.Module):
                 per_layer = [p if p is None else _last(p, B, keep) for p in per_layer]
                 kv, rotate = kv.last(), self._rotations(kv.last(), keep)
             x = layer(x, kv, rotate[layer.kind], per_layer[i])
+            kv.start(x)
         if keep is not None:
             x = _last(x, B, keep)
         return self.norm(x).reshape(B, -1, text.hidden_size)

@@ -22,11 +22,13 @@ SMALL = WIDE | {"num_hidden_layers": 1, "layer_types": [FULL]}
 SMALL_TARGET = SMALL | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
 
 
-def make_engine(rows: int = 1, bits: int | None = None, compile: bool = False) -> Engine:
+def make_engine(
+    rows: int = 1, bits: int | None = None, compile: bool = False, pipeline: bool = True
+) -> Engine:
     target = make_target(**(SMALL_TARGET if compile else WIDE))
     drafter = Drafter(drafter_config(ordered=not compile, **(SMALL if compile else WIDE)))
     drafter = randomise(drafter, 2)
-    return Engine(target, drafter, rows=rows, kv_bits=bits, compile=compile, pipeline=True)
+    return Engine(target, drafter, rows=rows, kv_bits=bits, compile=compile, pipeline=pipeline)
 
 
 def of_rounds(engine: Engine, rows: int, capacity: int, hold: bool = False) -> int:
@@ -39,7 +41,7 @@ def of_rounds(engine: Engine, rows: int, capacity: int, hold: bool = False) -> i
     engine._batch.grow(capacity - 1)
     for _ in range(2):
         engine.step()
-    held = engine._batch.state.kv if hold else None
+    held = list(engine._batch.state.kv) if hold else None
     mx.eval(engine._batch.state)
     gc.collect()
     resting = mx.get_active_memory()

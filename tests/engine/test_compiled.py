@@ -12,7 +12,7 @@ import pytest
 from mlx_mtp.engine.requests import Request
 
 from .pairs import PROMPT, plain, run
-from .test_kv_memory import make_engine
+from .peaks import make_engine
 
 pytestmark = pytest.mark.skipif(
     sys.platform == "linux" and shutil.which("g++") is None and not mx.cuda.is_available(),

@@ -165,6 +165,7 @@ def test_a_product_on_two_cores_is_the_same(limits, monkeypatch):
     monkeypatch.setattr(layers, "cores", lambda: 2)
     monkeypatch.setattr(ColumnLinear, "SIZE", limits[0])
     monkeypatch.setattr(ColumnLinear, "WORK", limits[1])
+    monkeypatch.setattr(ColumnLinear, "HALVES", 1)
     weight = mx.random.normal((33, 16), key=mx.random.key(12))
     x = mx.random.normal((2, 5, 16), key=mx.random.key(13))
     product = ColumnLinear(weight)
