@@ -13,6 +13,7 @@ from mlx_mtp.cli.options import DrafterId, DrafterRevision, Json, Model, Revisio
 from mlx_mtp.cli.terminal import emit, say, signals
 from mlx_mtp.errors import UsageError
 
+MAX_PROMPT = 64 << 20  # bytes; the longest context of a Gemma 4 is about a megabyte of text
 HELP = """Answer PROMPT, or complete it with --raw.
 
 PROMPT is taken as it is: backslashes stay backslashes. Without PROMPT, or with -, it is read from
@@ -284,7 +285,8 @@ def read_prompt(argument: str | None, file: Path | None, *, raw: bool) -> str:
         raise UsageError("PROMPT and --prompt-file were both given; leave one out")
     if file is not None:
         try:
-            prompt = _utf8(file.read_bytes(), str(file))
+            with file.open("rb") as opened:
+                prompt = _utf8(opened.read(MAX_PROMPT + 1), str(file))
         except OSError as error:
             raise UsageError(f"{file} cannot be read: {error.strerror}") from None
     elif argument is None or argument == "-":
@@ -307,12 +309,14 @@ def _stdin(*, asked: bool) -> str:
     if sys.stdin is None or (sys.stdin.isatty() and not asked):
         raise UsageError("there is no prompt: give PROMPT, --prompt-file, or pipe one in")
     try:
-        return _utf8(sys.stdin.buffer.read(), "stdin")
+        return _utf8(sys.stdin.buffer.read(MAX_PROMPT + 1), "stdin")
     except OSError as error:
         raise UsageError(f"stdin cannot be read: {error.strerror}") from None
 
 
 def _utf8(content: bytes, where: str) -> str:
+    if len(content) > MAX_PROMPT:
+        raise UsageError(f"{where} holds more than {MAX_PROMPT >> 20} MB, which is no prompt")
     try:
         return content.decode()
     except UnicodeDecodeError as error:

@@ -388,7 +388,7 @@ class ColumnLinear(nn.Module):
                 return x @ parts[0]
             parts = list(mx.split(parts[0], [parts[0].shape[1] // 2], -1))
         other = second_core() if work >= self.HALVES else None
-        return mx.concatenate([x @ parts[0], mx.matmul(x, parts[1], stream=other)], -1)
+        return mx.concatenate([mx.matmul(x, parts[0], stream=other), x @ parts[1]], -1)
 
     def scale(self, by: mx.array | float) -> None:
         """Multiplies the weight, by a number or [in, 1]."""

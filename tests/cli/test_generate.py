@@ -94,6 +94,12 @@ def test_h17_a_prompt_of_a_megabyte_is_read_and_refused_by_the_context(generate)
     assert one_line(done.stderr, "60000")
 
 
+def test_an_endless_prompt_is_refused(generate):
+    done = generate("--prompt-file", "/dev/zero")
+    assert done.returncode == 2
+    assert one_line(done.stderr, "/dev/zero", "64 MB")
+
+
 @pytest.mark.parametrize(
     ("arguments", "stdin", "words"),
     [
