@@ -59,13 +59,16 @@ def main() -> None:
     parser.add_argument("--pair", choices=SHAPES, default="compute", help="(default: compute)")
     parser.add_argument("--draft-len", default="0,4,auto", help="lengths (default: 0,4,auto)")
     parser.add_argument("--rows", default="1,2,4,8", help="batch sizes (default: 1,2,4,8)")
+    parser.add_argument(
+        "--blind", type=float, default=0.3, help="tokens the drafter never finds (default: 0.3)"
+    )
     parser.add_argument("--tokens", type=int, default=32, help="of the shortest (default: 32)")
     parser.add_argument("--repeats", type=int, default=5, help="runs a figure (default: 5)")
     given = parser.parse_args()
     sizes = [int(n) for n in given.rows.split(",")]
     lengths = [None if n == "auto" else int(n) for n in given.draft_len.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        target, drafter = write_pair(Path(folder), SHAPES[given.pair])
+        target, drafter = write_pair(Path(folder), SHAPES[given.pair], given.blind)
         bench = Bench(load_target(target), load_drafter(drafter), given.tokens)
     print(f"MLX {mx.__version__}, {mx.default_device()}, pair {given.pair}")
     speeds: dict[tuple[int, int | None], list[float]] = {}

@@ -48,7 +48,7 @@ def loops(text: str, request: Request) -> bool:
 def measure(
     pair: Pair, prompts: list[str], lengths: list[int | None], repeats: int, max_tokens: int
 ) -> dict[str, dict[str, float]]:
-    """For each draft length medians over prompts; a prompt's tokens/s is its median of `repeats`."""
+    """For each draft length medians over prompts, each prompt's tokens/s a median of `repeats`."""
     ways = [0, *lengths]
     speeds: dict[int | None, list[float]] = {way: [] for way in ways}
     stats: dict[int | None, list[Stats]] = {way: [] for way in ways}
