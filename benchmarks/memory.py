@@ -1,10 +1,11 @@
-"""Peak memory: of rounds and prefills over long KV, and of a model's real shape.
+"""What rounds need: operations, memory over long KV, and the peak of a model's real shape.
 
     python -m benchmarks.memory
     python -m benchmarks.memory CONFIG DRAFTER_CONFIG [--folder DIR] [--max-tokens 4]
 
-Alone it counts what a round and a prompt's last chunk need beside KV at two capacities and two
-lengths, with tiny models; the compiled rounds take some minutes of g++ where its cache is cold.
+Alone it counts the operations of a round, and what a round and a prompt's last chunk need beside KV
+at two capacities and two lengths, with tiny models; the compiled rounds take some minutes of g++
+where its cache is cold.
 
 CONFIG and DRAFTER_CONFIG are config.json files, say those of google/gemma-4-E2B-it and its
 assistant. The checkpoint of random bf16 numbers (9.3 GB for E2B) is written shard by shard into
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import resource
 import shutil
 import subprocess
@@ -30,7 +32,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+import mlx_mtp
 from mlx_mtp.config import DrafterConfig, TargetConfig
+from mlx_mtp.engine.round import RoundShape, run_round
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.target import Target
 from mlx_mtp.weights.find import TINY
@@ -109,6 +113,22 @@ def show_rounds() -> None:
         print(f"| {chunk} | {above[0]:.1f} | {above[1]:.1f} |")
 
 
+def show_graphs() -> None:
+    """The operations of a round's graph: what the host describes and the device is handed."""
+    pair = mlx_mtp.load()
+    for k in (0, 4, 8):
+        engine = pair.engine()
+        state = engine._batch.state
+        mx.eval(state)
+        shape = RoundShape(k, 8, "greedy")
+        after, result = run_round(pair.target, pair.drafter, engine.layout, state, None, shape)
+        with tempfile.NamedTemporaryFile("r", suffix=".dot") as file:
+            arrays = [leaf for _, leaf in tree_flatten([after, result]) if leaf is not None]
+            mx.export_to_dot(file.name, *arrays)
+            operations = len(re.findall(r'label ?= ?"[A-Za-z]', file.read()))
+        print(f"embedded pair, {k} drafts: {operations} operations a round")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path, nargs="?")
@@ -117,6 +137,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=4, help="to generate (default: 4)")
     given = parser.parse_args()
     if given.config is None:
+        show_graphs()
         show_rounds()
         return
     if given.drafter_config is None:
