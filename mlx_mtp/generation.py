@@ -366,6 +366,8 @@ def generate_batch(
     one ends the next takes its row. `options` are one for all or one each. The first error of a
     prompt ends all. Raises as `stream` does.
     """
+    if isinstance(prompts, str):
+        raise UsageError("prompts is one string; give a list of them")
     each = [options or Options()] * len(prompts) if not isinstance(options, Sequence) else options
     if len(each) != len(prompts):
         raise UsageError(f"{len(prompts)} prompts, but {len(each)} options")

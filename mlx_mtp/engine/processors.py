@@ -44,8 +44,8 @@ class Processing:
                 raise UsageError(
                     f"{name.replace('_', '-')} is {getattr(self, name)}; it must be -2 to 2"
                 )
-        if self.min_tokens < 0:
-            raise UsageError(f"min-tokens is {self.min_tokens}; it must be 0 or more")
+        if not 0 <= self.min_tokens < 1 << 30:
+            raise UsageError(f"min-tokens is {self.min_tokens}; it must be 0 to 2^30 - 1")
         for token, bias in self.logit_bias:
             if token < 0 or not -100 <= bias <= 100:
                 raise UsageError(f"logit-bias is {token}:{bias}; it must be ID:BIAS, -100 to 100")

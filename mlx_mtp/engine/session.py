@@ -127,17 +127,21 @@ class Engine:
             "waits": self.waits,
             "traces": self.rounds.traces,
             "buffer_growths": self.grown,
+            "kv_bits": self.layout.bits,
+            "context": self.context,
             "auto": auto.describe() if isinstance(auto, AutoLength) else None,
         }
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UsageError if the model's context has no room for its prompt,
         FitError if the memory has none for its KV: before anything runs."""
+        if request.stats.prompt_tokens:
+            raise UsageError("the request was given to an engine before; make a new one")
         prompt, vocabulary = len(request.prompt), self.target.config.text.vocab_size
         if prompt >= self.context:
             raise UsageError(
-                f"the prompt has {prompt} tokens, the model's context {self.context} "
-                "with at least one to generate"
+                f"the prompt has {prompt} tokens; the model's context, or max-kv, is "
+                f"{self.context} with at least one to generate"
             )
         if not all(0 <= token < vocabulary for token in request.prompt):
             raise UsageError(f"the prompt has token ids outside the vocabulary of {vocabulary}")
@@ -229,15 +233,16 @@ class Engine:
         self._prefilled_last = False
         if decoding:
             self._dispatch_round(decoding)
-        behind = int(self.policy.pipeline and bool(decoding))
-        if len(self._flights) > behind:
-            return self._read(self._flights.popleft())
-        return []
+        # All but the newest, or joins would add to what is in flight and rings be overwritten.
+        behind, events = int(self.policy.pipeline and bool(decoding)), list[Event]()
+        while len(self._flights) > behind:
+            events += self._read(self._flights.popleft())
+        return events
 
     def _plan_round(self) -> list[tuple[Row, Request]]:
         """The rows that a next round would serve: those that may still lack tokens after what is
         in flight, of which each result brings one at least."""
-        unread = [row for flight in self._flights for _, row, _ in flight.rows]
+        unread = [request for flight in self._flights for *_, request in flight.rows]
         return [
             (row, row.request)
             for row in self._batch.running
@@ -277,6 +282,7 @@ class Engine:
             self._clock.disturb()
         for row, _ in serve:
             row.ahead += k + 1
+            assert row.ahead <= 2 * BLOCK, "more rounds in flight than rings have slots for"
         places = [(batch.rows.index(row), row, request) for row, request in serve]
         self._flights.append(Flight(result, shape, places, teaches=not (moved or traced)))
 
@@ -284,7 +290,9 @@ class Engine:
         """WAITS for one result, hands out its tokens and lets go of the rows that ended."""
         self.waits += 1
         result = cast(list[list[int]], flight.result.tokens.tolist())
-        seconds = self._clock.read()
+        seconds = None if flight.first else self._clock.read()
+        if flight.first:
+            self._clock.disturb()
         logprobs = _Logprobs(flight.result)
         events: list[Event] = []
         ended: list[Row] = []
@@ -465,7 +473,8 @@ class Engine:
         beside the new. Raises FitError if the prompt alone does not fit."""
         if self.memory_limit is None:
             return self.context
-        kv, rows = self._batch.state.kv, self._batch.bucket(len(self._batch.running) + 1)
+        beside = len(self._batch.running) + len(self._waiting) + (self._prefill is not None)
+        kv, rows = self._batch.state.kv, self._batch.bucket(beside + 1)
         held = self.layout.capacity(kv) if kv and rows <= len(self._batch.rows) else 0
         free = max(self.memory_limit - mx.get_active_memory(), 0)
 
@@ -475,8 +484,8 @@ class Engine:
         capacity = capacity_for(prompt + BLOCK)
         if needed(capacity) > free:
             raise FitError(
-                f"a prompt of {prompt} tokens needs {needed(capacity) / 1e9:.2f} GB of KV, but "
-                f"only {free / 1e9:.2f} of {self.memory_limit / 1e9:.2f} GB are free; shorten it, "
+                f"a prompt of {prompt} tokens needs {needed(capacity) / 1e6:.1f} MB of KV, but "
+                f"only {free / 1e6:.1f} of {self.memory_limit / 1e6:.1f} MB are free; shorten it, "
                 "use --kv-bits 8, or a smaller model or quantisation"
             )
         while capacity < prompt + answer + 2 * BLOCK:
