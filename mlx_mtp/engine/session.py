@@ -242,7 +242,7 @@ class Engine:
     def _plan_round(self) -> list[tuple[Row, Request]]:
         """The rows that a next round would serve: those that may still lack tokens after what is
         in flight, of which each result brings one at least."""
-        unread = [request for flight in self._flights for *_, request in flight.rows]
+        unread = [request for flight in self._flights for _, _, request in flight.rows]
         return [
             (row, row.request)
             for row in self._batch.running
