@@ -246,7 +246,8 @@ class Engine:
         return [
             (row, row.request)
             for row in self._batch.running
-            if row.request and len(row.request.tokens) + unread.count(row) < row.request.max_tokens
+            if row.request
+            and len(row.request.tokens) + unread.count(row.request) < row.request.max_tokens
         ]
 
     def _choose_shape(self, serve: list[tuple[Row, Request]]) -> Shape:
