@@ -375,6 +375,8 @@ class Engine:
         request.stats.cached_tokens = done
         row.started = time.perf_counter()
         row.ids, row.length = [], 0
+        # Rounds in between write behind an unused row's length, too: not where it ended before.
+        batch.sync({batch.rows.index(row)})
         self._prefill = Prefill(row, request, kv, done)
 
     def _prefill_chunk(self) -> list[Event]:

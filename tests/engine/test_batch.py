@@ -203,3 +203,20 @@ def test_a_request_is_given_to_one_engine_once(target):
     run(engine)
     with pytest.raises(UsageError, match="given to an engine before"):
         engine.add(request)
+
+
+def test_no_row_of_the_device_is_longer_than_the_host_allows_for(target):
+    """A prompt is read into the row of a long text that ended, while another row decodes: rounds
+    in between must not write where the long text stopped, which the host no longer guards."""
+    long = Request([(3 * i) % VOCAB for i in range(244)], 3, draft_len=0)
+    other = Request(PROMPT, 60, draft_len=8)
+    third = Request([(5 * i + 1) % VOCAB for i in range(90)], 12)
+    engine = Engine(target, make_drafter(), rows=2, prefill_chunk=10)
+    for request in (other, long, third):
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+        batch = engine._batch
+        assert max(batch.state.length.tolist()) <= batch.bound
+    assert other.tokens == plain(target, PROMPT, 60)
+    assert third.tokens == plain(target, third.prompt, 12)
