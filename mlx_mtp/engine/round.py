@@ -22,7 +22,8 @@ import mlx.core as mx
 from mlx_mtp.engine.copying import Copies
 from mlx_mtp.engine.kv import Buffers, KVLayout, attended
 from mlx_mtp.engine.processors import ProcessorState, count, counts_before, process
-from mlx_mtp.engine.sampling import SamplerState, choose
+from mlx_mtp.engine.sampling import FEW, SamplerState, choose
+from mlx_mtp.kernels.head import Adjustments
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.layers import on_cpu
 from mlx_mtp.models.target import Target
@@ -93,8 +94,7 @@ def run_round(
         # -1 is no token: the target never chooses it.
         drafts = mx.where(copied[:, None] == 1, found, mx.pad(drafts, pad, constant_values=-1))
     hidden, kv = verify(target, layout, state, drafts, shape)
-    logits = target.logits(hidden)
-    return accept(state._replace(kv=kv), drafts, hidden, logits, shape, copied)
+    return accept(target, state._replace(kv=kv), drafts, hidden, shape, copied)
 
 
 def draft(
@@ -109,12 +109,10 @@ def draft(
     processors, emitted = state.processors, mx.ones_like(state.bonus)[:, None]
     for i in range(1, shape.steps + 1):
         out = drafter(target.embed(token), hidden, view, rotate)
-        logits, ids = drafter.scores(out)
-        logits, ids = logits[:, None], None if ids is None else ids[:, None]
         places = (state.length + i)[:, None]
         said = None if processors.counts is None else processors.counts[:, None]
-        logits = process(logits, ids, places, processors, said)
-        token = choose(logits, ids, places, state.sampler, shape.sampler)
+        scores = score(drafter, out[:, None], places, processors, said, shape)
+        token = choose(scores.values, scores.ids, places, state.sampler, shape.sampler)
         drafts.append(token)
         view.start(token)
         if i < shape.steps:
@@ -133,11 +131,49 @@ def verify(
     return target(block, view), view.buffers
 
 
+class Scores(NamedTuple):
+    """Processed logits [B, T, C] of the tokens `ids` [B, T, C] (None: of all tokens), and either
+    all logits as the model gave them, or whether they are finite, bool [B, T]."""
+
+    values: mx.array
+    ids: mx.array | None
+    logits: mx.array | None
+    finite: mx.array | None
+
+
+def score(
+    model: Target | Drafter,
+    hidden: mx.array,
+    places: mx.array,
+    processors: ProcessorState,
+    said: mx.array | None,
+    shape: RoundShape,
+) -> Scores:
+    """What a choice needs of the logits behind `hidden` [B, T, H]: all of them, or a short list
+    where the model's head makes one and nothing asks for more."""
+    (B, T), short = places.shape, model.shortlist
+    all_needed = shape.sampler == "full" or shape.logprobs is not None or said is not None
+    if short is not None and B * T in short.rows and not all_needed:
+        early = None if processors.until is None else places < processors.until[:, None]
+        adjust = Adjustments(
+            processors.bias,
+            processors.early,
+            None if early is None else early.flatten().astype(mx.int32),
+        )
+        rows = hidden.reshape(B * T, -1)
+        few = None if shape.sampler == "greedy" else FEW
+        found = short.candidates(rows, B, adjust, few, model.clusters_of(rows))
+        values, ids = (part.reshape(B, T, -1) for part in found[:2])
+        return Scores(values, ids, None, found.finite.reshape(B, T))
+    logits, ids = model.scores(hidden)
+    return Scores(process(logits, ids, places, processors, said), ids, logits, None)
+
+
 def accept(
+    target: Target,
     state: RoundState,
     drafts: mx.array,
     hidden: mx.array,
-    logits: mx.array,
     shape: RoundShape,
     copied: mx.array | None = None,
 ) -> tuple[RoundState, RoundResult]:
@@ -145,11 +181,14 @@ def accept(
     says whose drafts were copied."""
     rows, k = drafts.shape
     copied = mx.zeros_like(state.bonus) if copied is None else copied
-    finite = mx.isfinite(logits.sum(-1)).all(-1)
     places = state.length[:, None] + mx.arange(1, k + 2)
     said = counts_before(state.processors, drafts)
-    processed = process(logits, None, places, state.processors, said)
-    tokens = choose(processed, None, places, state.sampler, shape.sampler)
+    scores = score(target, hidden, places, state.processors, said, shape)
+    tokens = choose(scores.values, scores.ids, places, state.sampler, shape.sampler)
+    finite = scores.finite
+    if finite is None and scores.logits is not None:
+        finite = mx.isfinite(scores.logits.sum(-1))
+    assert finite is not None
     right = mx.cumprod((drafts == tokens[:, :k]).astype(mx.int32), axis=-1)
     n = mx.minimum(right.sum(-1), state.budget)
     every = mx.arange(rows)
@@ -161,15 +200,17 @@ def accept(
         length=state.length + (n + 1) * state.active,
         processors=count(state.processors, tokens, emitted),
     )
-    tail = [mx.stack([n, finite.astype(mx.int32), copied], -1).astype(mx.int32)]
+    tail = [mx.stack([n, finite.all(-1).astype(mx.int32), copied], -1).astype(mx.int32)]
     return after, RoundResult(
-        mx.concatenate([tokens, *tail], -1), logprobs_of(logits, tokens, shape.logprobs)
+        mx.concatenate([tokens, *tail], -1), logprobs_of(scores.logits, tokens, shape.logprobs)
     )
 
 
-def logprobs_of(logits: mx.array, tokens: mx.array, likeliest: int | None) -> Logprobs | None:
+def logprobs_of(
+    logits: mx.array | None, tokens: mx.array, likeliest: int | None
+) -> Logprobs | None:
     """Logits [B, T, V] and the tokens chosen [B, T] -> their logprobs, or None if not asked for."""
-    if likeliest is None:
+    if likeliest is None or logits is None:
         return None
     logprobs = logits.astype(mx.float32)
     logprobs = logprobs - mx.logsumexp(logprobs, -1, keepdims=True)

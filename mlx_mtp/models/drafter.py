@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_mtp.config import DrafterConfig
+from mlx_mtp.kernels.head import Shortlist
 from mlx_mtp.models.layers import (
     DecoderLayer,
     ExpertLinear,
@@ -30,7 +31,7 @@ class CentroidHead(nn.Module):
         self.token_ordering = mx.zeros((config.text.vocab_size,), dtype=mx.int32)
 
     def choose(self, hidden: mx.array) -> mx.array:
-        """[B, h] -> the best clusters, int [B, top_k]."""
+        """[..., h] -> the best clusters, int [..., top_k]."""
         scores = self.centroids(hidden)
         return mx.argpartition(-scores, self.top_k - 1, axis=-1)[..., : self.top_k]
 
@@ -45,6 +46,7 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
+        self.shortlist: Shortlist | None = None
         text = config.text
         self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
         self.layers = [
@@ -89,17 +91,22 @@ class Drafter(nn.Module):
         return self.post_projection(out)[:, None]
 
     def scores(self, out: mx.array) -> tuple[mx.array, mx.array | None]:
-        """[B, h] -> (logits, the token ids they belong to).
+        """[..., h] -> (logits, the token ids they belong to).
 
-        A dense head scores the whole vocabulary, [B, V], and gives no ids. A centroid head scores
-        only its best clusters, [B, candidates] each: everything else is -inf by definition.
+        A dense head scores the whole vocabulary, [..., V], and gives no ids. A centroid head scores
+        only its best clusters, [..., candidates] each: everything else is -inf by definition.
         """
-        if "masked_embedding" not in self:
+        best = self.clusters_of(out)
+        if best is None:
             return head(self, out), None
-        best = self.masked_embedding.choose(out)
-        logits = self.clusters(out[:, None, None, :], best)
+        logits = self.clusters(out[..., None, None, :], best)
         ids = self.masked_embedding.token_ordering.reshape(self.config.num_centroids, -1)[best]
-        return logits.flatten(1), ids.flatten(1)
+        return logits.flatten(-3), ids.flatten(-2)
+
+    def clusters_of(self, out: mx.array) -> mx.array | None:
+        """[..., h] -> the clusters that a centroid head scores, int [..., top_k]; None for a dense
+        head."""
+        return self.masked_embedding.choose(out) if "masked_embedding" in self else None
 
     def _arrange_clusters(self) -> None:
         table = self.pop("embed_tokens")

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_mtp.config import TargetConfig
+from mlx_mtp.kernels.head import Shortlist
 from mlx_mtp.models.layers import DecoderLayer, KVView, Rotate, head, rotation, softcap
 
 
@@ -15,6 +16,7 @@ class Target(nn.Module):
     def __init__(self, config: TargetConfig):
         super().__init__()
         self.config = config
+        self.shortlist: Shortlist | None = None
         text = config.text
         self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
         self.layers = [
@@ -78,6 +80,13 @@ class Target(nn.Module):
     def logits(self, hidden: mx.array) -> mx.array:
         """[B, T, H] after the final norm -> [B, T, vocabulary], softcapped."""
         return softcap(head(self, hidden), self.config.text.final_logit_softcapping)
+
+    def scores(self, hidden: mx.array) -> tuple[mx.array, None]:
+        """The logits, and that they are of all tokens; see `Drafter.scores`."""
+        return self.logits(hidden), None
+
+    def clusters_of(self, hidden: mx.array) -> None:
+        """A target looks at its whole vocabulary."""
 
     def _rotations(self, kv: KVView, tokens: int) -> dict[str, Rotate]:
         text = self.config.text

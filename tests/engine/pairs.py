@@ -122,6 +122,7 @@ class ScriptedDrafter:
         self.engine: session.Engine | None = None  # whose rows the script's lines are, if several
         self.view: object = None
         self.steps = 0
+        self.shortlist = None
 
     def lines(self, rows: int) -> list[int]:
         """The script's line of every row of the batch: the one that starts with its prompt."""
@@ -148,7 +149,7 @@ class ScriptedDrafter:
         return mx.zeros((out.shape[0], 1, 32))
 
     def scores(self, out: mx.array) -> tuple[mx.array, None]:
-        return (mx.arange(VOCAB) == out[:, None]).astype(mx.float32) * 50, None
+        return (mx.arange(VOCAB) == out[..., None]).astype(mx.float32) * 50, None
 
 
 class Schedule:

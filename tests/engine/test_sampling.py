@@ -60,6 +60,8 @@ class TableDrafter:
     """Drafts from a table [V, V] of logits by current token: the target's own table makes it
     near-perfect, flat or wrong ones useless."""
 
+    shortlist = None
+
     def __init__(self, target, table):
         self.table, self.embeddings = table, target.embed(mx.arange(VOCAB)[None])[0]
 
