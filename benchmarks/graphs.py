@@ -42,10 +42,10 @@ RESHAPES = {"Reshape", "Flatten", "Unflatten", "Squeeze", "ExpandDims"}
 ROW_BY_ROW = {"QuantizedMatmul", "GatherQMM", "Softmax", "Scan", "rms_norm", "rope", "attention"}
 WRITES = {"SliceUpdate", "DynamicSliceUpdate", "Scatter"}
 ELEMENTWISE = set(
-    """Abs Add AsType BitwiseBinary BitwiseInvert Ceil Cos Divide Equal Erf Exp Expm1 Floor Greater
-    GreaterEqual Less LessEqual Log Log1p LogAddExp LogicalAnd LogicalNot LogicalOr Maximum Minimum
-    Multiply Negative NotEqual Power Remainder Round Select Sigmoid Sign Sin Sqrt Square Subtract
-    Tanh""".split()  # noqa: SIM905
+    """Abs Add AsType BitwiseBinary BitwiseInvert Ceil Cos Divide Equal Erf Exp Expm1 Floor
+    FloorDivide Greater GreaterEqual Less LessEqual Log Log1p LogAddExp LogicalAnd LogicalNot
+    LogicalOr Maximum Minimum Multiply Negative NotEqual Power Remainder Round Select Sigmoid
+    Sign Sin Sqrt Square Subtract Tanh""".split()  # noqa: SIM905
 )
 DEPTH, INPUTS = 11, 24  # of what mx.compile fuses
 ROWS_AT_ONCE = {"M1/M2": 1, "M3+": 5}  # that share a reading of packed weights

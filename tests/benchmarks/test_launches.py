@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +65,28 @@ def test_what_others_need_is_not_fused_away() -> None:
     graph = traced(shared, mx.zeros((4, 8)))
     groups = [group[0].name for group in fused(graph, {*graph.outputs}) if group[0].launches]
     assert sorted(groups) == ["Exp", "Multiply", "Reduce", "Reduce"]
+
+
+def test_fused_as_by_mlx(tmp_path: Path) -> None:
+    def long(x: mx.array, y: mx.array, z: mx.array) -> list[mx.array]:
+        gated = x * mx.sigmoid(x * (1.6 + 0.1 * mx.square(x))) * y
+        for i in range(14):
+            gated = gated * z + i
+        masked = mx.where(y < z, gated, -mx.inf).sum(-1)
+        return [gated, masked, mx.tanh(x / 30) * 30, y + 1, y + 1]
+
+    arrays = [mx.zeros((4, 8)), mx.zeros((4, 8)), mx.zeros((4, 1))]
+    graph = traced(long, *arrays)
+    file = tmp_path / "graph.dot"
+    mx.export_to_dot(str(file), *mx.compile(long)(*arrays))
+
+    def sizes(groups: list[list[str]]) -> list[int]:
+        numbers = (sum(name != "Broadcast" for name in group) for group in groups)
+        return sorted(number for number in numbers if number > 1)
+
+    groups = [[node.name for node in group] for group in fused(graph, {*graph.outputs})]
+    compiled = re.findall('label ?= ?"Compiled([A-Za-z]+)"', file.read_text())
+    assert sizes(groups) == sizes([re.findall("[A-Z][a-z]+", name) for name in compiled])
 
 
 @pytest.mark.parametrize(("rows", "m1", "m3"), [(1, 1, 1), (5, 5, 1), (6, 6, 2), (20, 1, 1)])
