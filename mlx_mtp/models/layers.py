@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
 from mlx_mtp.config import Rope, TextConfig
+from mlx_mtp.kernels import experts, fused
+from mlx_mtp.kernels.quantized import Packed
 
 KVKey = int | str  # a target's layer, or for a drafter the type of layer whose donor it reads
 Rotate = Callable[[mx.array], mx.array]
@@ -80,19 +83,7 @@ def rotation(rope: Rope, head_dim: int, offset: mx.array, tokens: int) -> Rotate
     periods = [rope.theta ** (2 * i / head_dim) for i in range(turning)]
     if not on_cpu():
         freqs = mx.array(periods + [float("inf")] * (half - turning), dtype=mx.float32)
-
-        def fused(x: mx.array) -> mx.array:
-            return mx.fast.rope(
-                x,
-                head_dim,
-                traditional=False,
-                base=None,
-                scale=1.0,
-                offset=offset,
-                freqs=freqs,
-            )
-
-        return fused
+        return FusedRotation(freqs, offset)
     speeds = mx.array([1 / p for p in periods] + [0.0] * (half - turning), dtype=mx.float32)
     positions = (offset[:, None] + mx.arange(tokens)).astype(mx.float32)
     angles = positions[:, None, :, None] * speeds
@@ -104,6 +95,25 @@ def rotation(rope: Rope, head_dim: int, offset: mx.array, tokens: int) -> Rotate
         return x * cos.astype(x.dtype) + swapped * sin.astype(x.dtype)
 
     return written_out
+
+
+@dataclass(frozen=True)
+class FusedRotation:
+    """`rotation` by MLX's own operation. freqs: float32 [head_dim / 2], offset: int32 [B]."""
+
+    freqs: mx.array
+    offset: mx.array
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.fast.rope(
+            x,
+            2 * len(self.freqs),
+            traditional=False,
+            base=None,
+            scale=1.0,
+            offset=self.offset,
+            freqs=self.freqs,
+        )
 
 
 class Stacked(nn.Module):
@@ -142,13 +152,14 @@ class HeadNorm(nn.Module):
 
 class Attention(nn.Module):
     """Attention at scale 1 (q_norm and k_norm carry it) with keys and values of its own or, with
-    `own_kv` false, those of the layer that `kv_key` names."""
+    `own_kv` false, those of the layer that `kv_key` names. fused: norms and RoPE by one kernel."""
 
     def __init__(self, config: TextConfig, kind: str, kv_key: KVKey, own_kv: bool):
         super().__init__()
         self.kv_key, self.own_kv = kv_key, own_kv
         self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads_of(kind)
         self.head_dim, self.eps = config.head_dim_of(kind), config.rms_norm_eps
+        self.fused = False
         width = config.hidden_size
         self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
@@ -171,18 +182,29 @@ class Attention(nn.Module):
             self.q_norm = HeadNorm(mx.stack(weights)[:, None], self.eps)
 
     def __call__(self, x: mx.array, kv: KVView, rotate: Rotate) -> mx.array:
-        B, rows, turning = len(kv.offset), len(x), self.heads + self.own_kv * self.kv_heads
-        raw = self.qkv_proj(x).reshape(B, rows // B, -1, self.head_dim).swapaxes(1, 2)
-        heads = self.q_norm(raw)
-        turned = rotate(heads[:, :turning])
+        queries, *new = self._heads(self.qkv_proj(x), len(kv.offset), rotate)
         if self.own_kv:
-            # V has a norm without weight, and no RoPE even where it is the raw key.
-            values = heads[:, turning:]
-            if not values.size:
-                values = mx.fast.rms_norm(raw[:, self.heads :], None, self.eps)
-            kv.write(self.kv_key, turned[:, self.heads :], values)
-        out = kv.attend(self.kv_key, turned[:, : self.heads])
-        return self.o_proj(out.swapaxes(1, 2).reshape(rows, -1))
+            kv.write(self.kv_key, *new)
+        out = kv.attend(self.kv_key, queries)
+        return self.o_proj(out.swapaxes(1, 2).reshape(len(x), -1))
+
+    def _heads(self, raw: mx.array, B: int, rotate: Rotate) -> list[mx.array]:
+        """What qkv_proj gave -> queries and, where they are its own, keys and values."""
+        counts = self.heads, self.own_kv * self.kv_heads
+        if self.fused and isinstance(rotate, FusedRotation):
+            given = raw, self.q_norm.weight, rotate.freqs
+            if fused.fits_heads(*given):
+                return fused.launch_heads(*given, rotate.offset, self.eps, *counts).run()
+        raw = raw.reshape(B, len(raw) // B, -1, self.head_dim).swapaxes(1, 2)
+        heads, turning = self.q_norm(raw), sum(counts)
+        turned = rotate(heads[:, :turning])
+        if not self.own_kv:
+            return [turned]
+        # V has a norm without weight, and no RoPE even where it is the raw key.
+        values = heads[:, turning:]
+        if not values.size:
+            values = mx.fast.rms_norm(raw[:, self.heads :], None, self.eps)
+        return [turned[:, : self.heads], turned[:, self.heads :], values]
 
 
 class MLP(nn.Module):
@@ -286,6 +308,8 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
+    """once: numbers of rows whose products read every expert once for all rows that chose it."""
+
     SORT_FROM = 64  # row-expert pairs; from here on grouping the rows of an expert pays
 
     def __init__(self, config: TextConfig):
@@ -294,16 +318,29 @@ class Experts(nn.Module):
         self.gate_proj = ExpertLinear(n, width, inner)
         self.up_proj = ExpertLinear(n, width, inner)
         self.down_proj = ExpertLinear(n, inner, width)
+        self.top_k, self.once = config.top_k_experts, frozenset[int]()
 
     def __call__(self, x: mx.array, chosen: mx.array, weights: mx.array) -> mx.array:
         """[rows, H] through the experts [rows, k] of each row, added up by their weights."""
         rows, K = chosen.shape
+        if rows in self.once:
+            return self.read_once(x, chosen, weights)
         if rows * K < self.SORT_FROM:
             out = self._run(x[:, None, None, :], chosen)
             return (out.squeeze(-2) * weights[..., None]).sum(-2)
         order = mx.argsort(chosen.flatten())
         out = self._run(x[order // K][:, None, None, :], chosen.flatten()[order][:, None], True)
         out = out.reshape(rows * K, -1)[mx.argsort(order)].reshape(rows, K, -1)
+        return (out * weights[..., None]).sum(-2)
+
+    def read_once(self, x: mx.array, chosen: mx.array, weights: mx.array) -> mx.array:
+        """The same by a kernel that reads every needed expert once for all rows."""
+        order, expert = experts.in_order(chosen)
+        maps = (self.gate_proj, self.up_proj, self.down_proj)
+        gate, up, down = (cast(Packed, Packed.of(m)) for m in maps)
+        inner = gelu(experts.multiply(x, gate, order, expert))
+        inner = inner * experts.multiply(x, up, order, expert)
+        out = experts.multiply(inner, down, order, expert).reshape(*chosen.shape, -1)
         return (out * weights[..., None]).sum(-2)
 
     def _run(self, x: mx.array, chosen: mx.array, in_order: bool = False) -> mx.array:
@@ -313,12 +350,12 @@ class Experts(nn.Module):
 
 class DecoderLayer(nn.Module):
     """One block: attention, MLP (beside experts where there are some), per-layer embedding, and
-    the layer's own scalar on everything."""
+    the layer's own scalar on everything. fused: residuals and norms by one kernel."""
 
     def __init__(self, config: TextConfig, kind: str, mlp_width: int, kv_key: KVKey, own_kv: bool):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.kind = kind
+        self.kind, self.fused = kind, False
         self.self_attn = Attention(config, kind, kv_key, own_kv)
         self.mlp = MLP(width, mlp_width)
         self.input_layernorm = nn.RMSNorm(width, eps=eps)
@@ -349,17 +386,38 @@ class DecoderLayer(nn.Module):
     ) -> mx.array:
         """[B * T, H] -> the same; `per_layer` is [B * T, width of per-layer embeddings]."""
         attended = self.self_attn(self.input_layernorm(x), kv, rotate)
-        x = x + self.post_attention_layernorm(attended)
-        out = self.mlp(self.pre_feedforward_layernorm(x))
+        x, normed = self._add(
+            x, attended, self.post_attention_layernorm, then=self.pre_feedforward_layernorm
+        )
+        out = self.mlp(normed)
         if "experts" in self:
             chosen, weights = self.router(x)
             routed = self.experts(self.pre_feedforward_layernorm_2(x), chosen, weights)
-            out = self.post_feedforward_layernorm_1(out) + self.post_feedforward_layernorm_2(routed)
-        x = x + self.post_feedforward_layernorm(out)
-        if per_layer is not None:
-            gated = self.gelu(self.per_layer_input_gate(x)) * per_layer
-            x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))
-        return x * self.layer_scalar
+            out = self.post_feedforward_layernorm_1(out)
+            (out,) = self._add(out, routed, self.post_feedforward_layernorm_2)
+        if per_layer is None:
+            return self._add(x, out, self.post_feedforward_layernorm, self.layer_scalar)[0]
+        (x,) = self._add(x, out, self.post_feedforward_layernorm)
+        gated = self.gelu(self.per_layer_input_gate(x)) * per_layer
+        embedded = self.per_layer_projection(gated)
+        return self._add(x, embedded, self.post_per_layer_input_norm, self.layer_scalar)[0]
+
+    def _add(
+        self,
+        x: mx.array,
+        out: mx.array,
+        norm: nn.Module,
+        scale: mx.array | None = None,
+        then: nn.Module | None = None,
+    ) -> list[mx.array]:
+        """(x + norm(out)) * scale and, where it is given, `then` of that."""
+        if self.fused:
+            given = x, out, norm.weight, scale, None if then is None else then.weight
+            if fused.fits_add(*given):
+                return fused.launch_add(*given, eps=norm.eps).run()
+        x = x + norm(out)
+        x = x if scale is None else x * scale
+        return [x] if then is None else [x, then(x)]
 
 
 class ColumnLinear(nn.Module):
