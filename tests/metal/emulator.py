@@ -284,9 +284,9 @@ class _Unit:
             buffer = f"buffers[{index}]"
             index += 1
             if constant and constant[2] == "*":
-                pointer = f"msl::Input<{constant[1]}>"
+                pointer = f"msl::Pointer<const {constant[1]}>"
             elif written:
-                pointer = f"msl::Output<{written[1]}>"
+                pointer = f"msl::Pointer<{written[1]}>"
             elif constant:
                 parameters.append(f"{parameter.type} {parameter.name}")
                 arguments.append(f"*static_cast<const {constant[1]}*>({buffer}.data)")

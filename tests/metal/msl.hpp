@@ -330,8 +330,8 @@ static const char* run(void (*body)(const Buffer*), const Buffer* buffers, const
     run_threadgroup();
     if (r.failed) {
       const size_t length = __builtin_strlen(r.error);
-      __builtin_snprintf(r.error + length, sizeof r.error - length, " (threadgroup %u, %u, %u)", r.group.x,
-               r.group.y, r.group.z);
+      __builtin_snprintf(r.error + length, sizeof r.error - length, " (threadgroup %u, %u, %u)",
+                         r.group.x, r.group.y, r.group.z);
       // What is left on the stacks is never gone on with.
       for (Fiber& fiber : r.fibers) fiber.entered = false;
     }
@@ -489,54 +489,37 @@ MSL_SCALARS(MSL_VECTORS)
 
 namespace msl {
 
-// The pointer to an input: counts loads and knows the input's bounds. It becomes no other pointer,
-// so that a kernel cannot read beside it.
-template <class T> class Input {
-  const Buffer* buffer;
-  long index;
-  Input(const Buffer* buffer, long index) : buffer(buffer), index(index) {}
-
- public:
-  explicit Input(const Buffer& buffer) : Input(&buffer, 0) {}
-  T operator[](long i) const {
-    const long at = index + i;
-    if (ulong(at) >= ulong(buffer->size))
-      MSL_FAIL("input %s is read at %ld, it has %ld elements", buffer->name, at, buffer->size);
-    buffer->touched[at]++;
-    return static_cast<const T*>(buffer->data)[at];
-  }
-  T operator*() const { return (*this)[0]; }
-  Input operator+(long i) const { return {buffer, index + i}; }
-  Input operator-(long i) const { return {buffer, index - i}; }
-  long operator-(const Input& other) const { return index - other.index; }
-  Input& operator+=(long i) { return index += i, *this; }
-  Input& operator-=(long i) { return index -= i, *this; }
-  Input& operator++() { return index++, *this; }
-  Input operator++(int) { return {buffer, index++}; }
+template <class T> struct Element {
+  typedef T& type;
+};
+template <class T> struct Element<const T> {
+  typedef T type;
 };
 
-// The pointer to an output: knows the bounds, and counts uses of an element.
-template <class T> class Output {
+// The pointer to an input (of const) or output: it counts uses of an element, and knows the bounds.
+// It becomes no other pointer, and an input's element has no address: no load goes uncounted.
+template <class T> class Pointer {
   const Buffer* buffer;
   long index;
-  Output(const Buffer* buffer, long index) : buffer(buffer), index(index) {}
+  Pointer(const Buffer* buffer, long index) : buffer(buffer), index(index) {}
 
  public:
-  explicit Output(const Buffer& buffer) : Output(&buffer, 0) {}
-  T& operator[](long i) const {
+  explicit Pointer(const Buffer& buffer) : Pointer(&buffer, 0) {}
+  typename Element<T>::type operator[](long i) const {
     const long at = index + i;
     if (ulong(at) >= ulong(buffer->size))
-      MSL_FAIL("output %s is used at %ld, it has %ld elements", buffer->name, at, buffer->size);
+      MSL_FAIL("%s is used at %ld, it has %ld elements", buffer->name, at, buffer->size);
     buffer->touched[at]++;
     return static_cast<T*>(buffer->data)[at];
   }
-  T& operator*() const { return (*this)[0]; }
-  Output operator+(long i) const { return {buffer, index + i}; }
-  Output operator-(long i) const { return {buffer, index - i}; }
-  Output& operator+=(long i) { return index += i, *this; }
-  Output& operator-=(long i) { return index -= i, *this; }
-  Output& operator++() { return index++, *this; }
-  Output operator++(int) { return {buffer, index++}; }
+  typename Element<T>::type operator*() const { return (*this)[0]; }
+  Pointer operator+(long i) const { return {buffer, index + i}; }
+  Pointer operator-(long i) const { return {buffer, index - i}; }
+  long operator-(const Pointer& other) const { return index - other.index; }
+  Pointer& operator+=(long i) { return index += i, *this; }
+  Pointer& operator-=(long i) { return index -= i, *this; }
+  Pointer& operator++() { return index++, *this; }
+  Pointer operator++(int) { return {buffer, index++}; }
 };
 
 // ---- Threadgroup memory ------------------------------------------------------------------------
@@ -572,7 +555,7 @@ struct SharedBlock {
     __builtin_snprintf(who, sizeof who, "threads of simdgroup %u", other & ~MANY_IN_SIMDGROUP);
   else
     __builtin_snprintf(who, sizeof who, "thread %u", other);
-  MSL_FAIL("race: thread %u %s threadgroup %s[%ld] %s with no barrier between", runtime.current,
+  MSL_FAIL("race: thread %u %s %s[%ld] %s with no barrier between", runtime.current,
            what, block->name, index, who);
 }
 
@@ -599,7 +582,7 @@ template <class T> class SharedReference {
   }
   void has_read() const {
     if (written < runtime.birth)
-      MSL_FAIL("threadgroup %s[%ld] is read before any thread wrote it", block->name, index);
+      MSL_FAIL("%s[%ld] is read before any thread wrote it", block->name, index);
     if (raced) race("reads", block, index, writer);
     const uint16_t me = uint16_t(runtime.current);
     if (trace->read > clock) return;
@@ -652,7 +635,7 @@ template <class T> class SharedPointer {
   SharedReference<T> operator[](long i) const {
     const long at = index + i;
     if (ulong(at) >= ulong(block->size))
-      MSL_FAIL("threadgroup %s is used at %ld, it has %ld elements", block->name, at, block->size);
+      MSL_FAIL("%s is used at %ld, it has %ld elements", block->name, at, block->size);
     return {block, values + at, traces + at, at};
   }
   SharedReference<T> operator*() const { return (*this)[0]; }
@@ -667,8 +650,11 @@ template <class T> inline auto SharedReference<T>::operator&() const {
 
 // A `threadgroup` array, or a row of one.
 template <class T, long... sizes> struct SharedArray;
-template <class T> struct SharedArray<T> : SharedPointer<T> {  // a lone `threadgroup T name`
+template <class T> struct SharedArray<T> : private SharedPointer<T> {  // `threadgroup T name`
   using SharedPointer<T>::SharedPointer;
+  operator T() const { return (*this)[0]; }
+  void operator=(const T& value) { (*this)[0] = value; }
+  SharedPointer<T> operator&() const { return *this; }
 };
 template <class T, long size> struct SharedArray<T, size> : SharedPointer<T> {
   using SharedPointer<T>::SharedPointer;
@@ -678,7 +664,7 @@ struct SharedArray<T, size, next, rest...> : private SharedPointer<T> {
   using SharedPointer<T>::SharedPointer;
   SharedArray<T, next, rest...> operator[](long i) const {
     if (ulong(i) >= ulong(size))
-      MSL_FAIL("threadgroup %s is used at row %ld of %ld", this->block->name, i, size);
+      MSL_FAIL("%s is used at row %ld of %ld", this->block->name, i, size);
     const long row = next * (rest * ... * 1);
     return {this->block, this->values, this->traces, this->index + i * row};
   }
@@ -695,6 +681,7 @@ template <class T, long... sizes> class Shared : public SharedArray<T, sizes...>
  public:
   explicit Shared(const char* name)
       : SharedArray<T, sizes...>(&owner, storage, uses, 0), owner{name, SIZE}, uses{} {}
+  template <class U> void operator=(const U& value) { SharedArray<T, sizes...>::operator=(value); }
   // Counts the array's bytes, once a launch.
   void declare() {
     if (launch == runtime.launches) return;
@@ -711,9 +698,7 @@ template <class T, long... sizes> class Shared : public SharedArray<T, sizes...>
 // ---- Metal's library ---------------------------------------------------------------------------
 
 template <class To, class From> inline To as_type(From from) { return msl::bits_as<To>(from); }
-// No way around the counting pointers.
-template <class To, class T> inline To as_type(msl::Input<T>) = delete;
-template <class To, class T> inline To as_type(msl::Output<T>) = delete;
+template <class To, class T> inline To as_type(msl::Pointer<T>) = delete;
 
 #undef INFINITY
 #undef NAN
@@ -748,26 +733,26 @@ inline void simdgroup_barrier(mem_flags flags, MSL_SITE) {
 }  // namespace metal
 namespace msl {
 // Reductions over the active lanes.
-template <class T, class F> inline T simd_reduce(T value, F, msl::Site site) {
-  msl::meet(
-      [](void* const* payload, uint32_t active, msl::Site) {
-        T values[msl::LANES];
+template <class F, class T> inline T reduce(T value, Site site) {
+  meet(
+      [](void* const* payload, uint32_t active, Site) {
+        T values[LANES];
         uint count = 0;
-        for (uint i = 0; i < msl::LANES; i++)
+        for (uint i = 0; i < LANES; i++)
           if (active >> i & 1) values[count++] = *static_cast<T*>(payload[i]);
         T result;
-        if (msl::runtime.launch.order == 1 && count == msl::LANES) {
+        if (runtime.launch.order == 1 && count == LANES) {
           for (uint half = count / 2; half; half /= 2)
             for (uint i = 0; i < half; i++) values[i] = F::of(values[i], values[i + half]);
           result = values[0];
-        } else if (msl::runtime.launch.order == 2) {
+        } else if (runtime.launch.order == 2) {
           result = values[count - 1];
           for (uint i = count - 1; i-- > 0;) result = F::of(result, values[i]);
         } else {
           result = values[0];
           for (uint i = 1; i < count; i++) result = F::of(result, values[i]);
         }
-        for (uint i = 0; i < msl::LANES; i++)
+        for (uint i = 0; i < LANES; i++)
           if (active >> i & 1) *static_cast<T*>(payload[i]) = result;
       },
       &value, site);
@@ -776,33 +761,30 @@ template <class T, class F> inline T simd_reduce(T value, F, msl::Site site) {
 }  // namespace msl
 namespace metal {
 
-#define MSL_REDUCTION(name, expression)                                     \
-  template <class T> struct name##_of {                                     \
-    static T of(T a, T b) { return T(expression); }                         \
-  };                                                                        \
-  template <class T, int N>                                                 \
-  inline msl::Vector<T, N> name(msl::Vector<T, N> v, MSL_SITE) {            \
-    for (int i = 0; i < N; i++) v[i] = msl::simd_reduce(v[i], name##_of<T>(), site); \
-    return v;                                                               \
-  }
+#define MSL_REDUCTION(name, expression)                                 \
+  struct name##_of {                                                    \
+    template <class T> static T of(T a, T b) { return T(expression); }  \
+  };                                                                    \
+  template <class T, int N>                                             \
+  inline msl::Vector<T, N> name(msl::Vector<T, N> v, MSL_SITE) {        \
+    for (int i = 0; i < N; i++) v[i] = msl::reduce<name##_of>(v[i], site); \
+    return v;                                                           \
+  }                                                                     \
+  MSL_FLOATS(name##_for) MSL_WHOLES(name##_for)
+#define MSL_REDUCE(T, name) \
+  inline T name(T v, MSL_SITE) { return msl::reduce<name##_of>(v, site); }
+#define simd_sum_for(T) MSL_REDUCE(T, simd_sum)
+#define simd_product_for(T) MSL_REDUCE(T, simd_product)
+#define simd_max_for(T) MSL_REDUCE(T, simd_max)
+#define simd_min_for(T) MSL_REDUCE(T, simd_min)
 MSL_REDUCTION(simd_sum, a + b)
 MSL_REDUCTION(simd_product, a * b)
 MSL_REDUCTION(simd_max, a < b ? b : a)
 MSL_REDUCTION(simd_min, b < a ? b : a)
-#define MSL_REDUCTIONS(T)                                                                         \
-  inline T simd_sum(T v, MSL_SITE) { return msl::simd_reduce<T>(v, simd_sum_of<T>(), site); }         \
-  inline T simd_product(T v, MSL_SITE) { return msl::simd_reduce<T>(v, simd_product_of<T>(), site); } \
-  inline T simd_max(T v, MSL_SITE) { return msl::simd_reduce<T>(v, simd_max_of<T>(), site); }         \
-  inline T simd_min(T v, MSL_SITE) { return msl::simd_reduce<T>(v, simd_min_of<T>(), site); }
-MSL_FLOATS(MSL_REDUCTIONS) MSL_WHOLES(MSL_REDUCTIONS)
-inline bool simd_any(bool v, MSL_SITE) {
-  return msl::simd_reduce<uint>(v, simd_max_of<uint>(), site);
-}
-inline bool simd_all(bool v, MSL_SITE) {
-  return msl::simd_reduce<uint>(v, simd_min_of<uint>(), site);
-}
+inline bool simd_any(bool v, MSL_SITE) { return msl::reduce<simd_max_of>(uint(v), site); }
+inline bool simd_all(bool v, MSL_SITE) { return msl::reduce<simd_min_of>(uint(v), site); }
 #undef MSL_REDUCTION
-#undef MSL_REDUCTIONS
+#undef MSL_REDUCE
 
 }  // namespace metal
 namespace msl {
@@ -811,15 +793,15 @@ template <class T> struct Shuffle {
   uint from;
 };
 // Every lane takes the value of lane `from`, which must be active.
-template <class T> inline T simd_take(T value, uint from, msl::Site site) {
+template <class T> inline T take(T value, uint from, Site site) {
   Shuffle<T> shuffle = {value, value, from};
-  msl::meet(
-      [](void* const* payload, uint32_t active, msl::Site site) {
-        for (uint i = 0; i < msl::LANES; i++) {
+  meet(
+      [](void* const* payload, uint32_t active, Site site) {
+        for (uint i = 0; i < LANES; i++) {
           if ((active >> i & 1) == 0) continue;
           Shuffle<T>& mine = *static_cast<Shuffle<T>*>(payload[i]);
-          if (mine.from >= msl::LANES || (active >> mine.from & 1) == 0)
-            return msl::set_error("%s:%d: lane %u takes a value from lane %u, which is not active",
+          if (mine.from >= LANES || (active >> mine.from & 1) == 0)
+            return set_error("%s:%d: lane %u takes a value from lane %u, which is not active",
                                   site.file, site.line, i, mine.from);
           mine.taken = static_cast<Shuffle<T>*>(payload[mine.from])->value;
         }
@@ -827,24 +809,24 @@ template <class T> inline T simd_take(T value, uint from, msl::Site site) {
       &shuffle, site);
   return shuffle.taken;
 }
-inline uint first_active() { return uint(__builtin_ctz(msl::simdgroup().live)); }
+inline uint first_lane() { return uint(__builtin_ctz(simdgroup().live)); }
 }  // namespace msl
 namespace metal {
 
-#define MSL_SHUFFLES_OF(HEAD, T)                                                                \
-  HEAD T simd_shuffle(T v, ushort from, MSL_SITE) { return msl::simd_take<T>(v, from, site); }      \
-  HEAD T simd_broadcast(T v, ushort from, MSL_SITE) { return msl::simd_take<T>(v, from, site); }    \
-  HEAD T simd_broadcast_first(T v, MSL_SITE) { return msl::simd_take<T>(v, msl::first_active(), site); } \
+// Where `down` and `up` have no lane to take from, a lane keeps its own value.
+#define MSL_SHUFFLES_OF(HEAD, T)                                                               \
+  HEAD T simd_shuffle(T v, ushort from, MSL_SITE) { return msl::take<T>(v, from, site); }      \
+  HEAD T simd_broadcast(T v, ushort from, MSL_SITE) { return msl::take<T>(v, from, site); }    \
+  HEAD T simd_broadcast_first(T v, MSL_SITE) { return msl::take<T>(v, msl::first_lane(), site); } \
   HEAD T simd_shuffle_xor(T v, ushort mask, MSL_SITE) {                                        \
-    return msl::simd_take<T>(v, msl::lane() ^ mask, site);                                          \
+    return msl::take<T>(v, msl::lane() ^ mask, site);                                          \
   }                                                                                            \
-  /* Lanes with none to take from keep their own value. */                                     \
   HEAD T simd_shuffle_down(T v, ushort delta, MSL_SITE) {                                      \
     const uint from = msl::lane() + delta;                                                     \
-    return msl::simd_take<T>(v, from < msl::LANES ? from : msl::lane(), site);                      \
+    return msl::take<T>(v, from < msl::LANES ? from : msl::lane(), site);                      \
   }                                                                                            \
   HEAD T simd_shuffle_up(T v, ushort delta, MSL_SITE) {                                        \
-    return msl::simd_take<T>(v, msl::lane() >= delta ? msl::lane() - delta : msl::lane(), site);    \
+    return msl::take<T>(v, msl::lane() >= delta ? msl::lane() - delta : msl::lane(), site);    \
   }
 #define MSL_SHUFFLES(T) MSL_SHUFFLES_OF(inline, T)
 MSL_SCALARS(MSL_SHUFFLES)
@@ -888,11 +870,11 @@ inline simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value) 
 }
 }  // namespace metal
 namespace msl {
-inline void all_lanes(msl::Site site) {
-  msl::meet(
-      [](void* const*, uint32_t active, msl::Site site) {
+inline void all_lanes(Site site) {
+  meet(
+      [](void* const*, uint32_t active, Site site) {
         if (active != ~0u)
-          msl::set_error("%s:%d: needs all 32 lanes of the simdgroup", site.file, site.line);
+          set_error("%s:%d: needs all 32 lanes of the simdgroup", site.file, site.line);
       },
       nullptr, site);
 }
@@ -900,14 +882,14 @@ inline void all_lanes(msl::Site site) {
 struct Product {
   float a[2], b[2], sum[2];
 };
-inline void multiply(Product& mine, msl::Site site) {
-  msl::meet(
-      [](void* const* payload, uint32_t active, msl::Site site) {
+inline void multiply(Product& mine, Site site) {
+  meet(
+      [](void* const* payload, uint32_t active, Site site) {
         if (active != ~0u)
-          return msl::set_error("%s:%d: needs all 32 lanes of the simdgroup", site.file, site.line);
+          return set_error("%s:%d: needs all 32 lanes of the simdgroup", site.file, site.line);
         float a[8][8], b[8][8], sum[8][8];
-        for (uint i = 0; i < msl::LANES; i++) {
-          const msl::MatrixPlace at(i);
+        for (uint i = 0; i < LANES; i++) {
+          const MatrixPlace at(i);
           const Product& lane = *static_cast<const Product*>(payload[i]);
           for (uint k = 0; k < 2; k++) {
             a[at.row][at.column + k] = lane.a[k];
@@ -917,9 +899,10 @@ inline void multiply(Product& mine, msl::Site site) {
         }
         for (uint row = 0; row < 8; row++)
           for (uint k = 0; k < 8; k++)
-            for (uint column = 0; column < 8; column++) sum[row][column] += a[row][k] * b[k][column];
-        for (uint i = 0; i < msl::LANES; i++) {
-          const msl::MatrixPlace at(i);
+            for (uint column = 0; column < 8; column++)
+              sum[row][column] += a[row][k] * b[k][column];
+        for (uint i = 0; i < LANES; i++) {
+          const MatrixPlace at(i);
           for (uint k = 0; k < 2; k++)
             static_cast<Product*>(payload[i])->sum[k] = sum[at.row][at.column + k];
         }
@@ -1053,15 +1036,17 @@ template <class T, int N> inline msl::Vector<T, N> fma(msl::Vector<T, N> a, msl:
   for (int i = 0; i < N; i++) a[i] = fma(a[i], b[i], c[i]);
   return a;
 }
-#define MSL_BITS(T)                                                                       \
-  inline T popcount(T x) { return T(__builtin_popcountl(ulong(x) & (~0ul >> (64 - 8 * sizeof x)))); } \
-  inline T extract_bits(T x, uint offset, uint bits) {                                    \
-    if (bits == 0) return 0;                                                              \
-    return T(T(x << (8 * sizeof x - offset - bits)) >> (8 * sizeof x - bits));            \
-  }                                                                                       \
-  inline T insert_bits(T base, T x, uint offset, uint bits) {                             \
-    const T mask = T(((1ul << bits) - 1) << offset);                                      \
-    return T((base & ~mask) | (T(x << offset) & mask));                                   \
+#define MSL_BITS(T)                                                              \
+  inline T popcount(T x) {                                                       \
+    return T(__builtin_popcountl(ulong(x) << (64 - 8 * sizeof x)));              \
+  }                                                                              \
+  inline T extract_bits(T x, uint offset, uint bits) {                           \
+    if (bits == 0) return 0;                                                     \
+    return T(T(x << (8 * sizeof x - offset - bits)) >> (8 * sizeof x - bits));   \
+  }                                                                              \
+  inline T insert_bits(T base, T x, uint offset, uint bits) {                    \
+    const T mask = T(((1ul << bits) - 1) << offset);                             \
+    return T((base & ~mask) | (T(x << offset) & mask));                          \
   }
 MSL_WHOLES(MSL_BITS)
 #undef MSL_BITS
