@@ -163,6 +163,14 @@ def generate(
             help="Start a round before the one before it is read. [default: on a GPU]",
         ),
     ] = None,
+    no_calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--no-calibrate",
+            help="On Metal, race no kernels at the first load of a model (5 s at most); what "
+            "earlier races gave is used. [default: off]",
+        ),
+    ] = False,
     as_json: Json = False,
     no_stream: Annotated[
         bool, typer.Option("--no-stream", help="Print the text at the end. [default: off]")
@@ -223,6 +231,7 @@ def generate(
         drafter_bits=None if plain else drafter_bits,
         drafter_device=None if plain else drafter_device,
         force_fit=force_fit,
+        calibrate=not no_calibrate,
         progress=loading,
     )
     if loading is not None:

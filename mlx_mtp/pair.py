@@ -11,6 +11,7 @@ from mlx_mtp.engine.draft_length import AutoLength
 from mlx_mtp.errors import LoadError
 
 if TYPE_CHECKING:
+    from mlx_mtp.engine.calibrate import Calibration
     from mlx_mtp.engine.session import Engine
     from mlx_mtp.models.drafter import Drafter
     from mlx_mtp.models.target import Target
@@ -71,6 +72,7 @@ class Pair:
     wired limit, which loading raised on Metal, back to what it was. draft_length: chooses the draft
     length where it is left open, and learns as long as the pair lives. compiled: whether rounds are
     faster compiled, once that was measured.
+    calibration: which kernels are used here, None off Metal.
     """
 
     target: Target
@@ -91,6 +93,7 @@ class Pair:
     restore_limits: Callable[[], None] = lambda: None
     draft_length: AutoLength = field(default_factory=AutoLength)
     compiled: bool | None = None
+    calibration: Calibration | None = None
 
     def engine(self, **how: Any) -> Engine:
         """An engine of this pair; `how` as `Engine` takes it. All of them learn from each other
@@ -109,8 +112,12 @@ class Pair:
             "memory_limit": self.memory_limit,
             "drafter_device": beside,
         }
+        if self.calibration is not None:
+            text, bits = self.target.config.text, how.get("kv_bits")
+            settings["full_ways"] = self.calibration.attention(text, self.target.dtype, bits)
         engine = Engine(self.target, self.drafter, **(settings | how))
-        if beside is None and how["compile"] is None and here == "gpu":
+        racing = self.calibration is None or self.calibration.racing
+        if racing and beside is None and how["compile"] is None and here == "gpu":
             engine.calibrate()
             self.compiled = engine.policy.compile
         return engine

@@ -326,8 +326,8 @@ def test_the_json_object_has_what_the_readme_says(pair):
         "settings",
         "engine",
     ]
-    engine = ["compile", "pipeline", "waits", "traces", "buffer_growths", "kv_bits", "context"]
-    assert list(found["engine"]) == [*engine, "auto"]
+    engine = ["compile", "pipeline", "waits", "traces", "buffer_growths", "kv_bits", "attention"]
+    assert list(found["engine"]) == [*engine, "context", "auto"]
     assert found["usage"] == {
         "prompt_tokens": len(found["prompt_token_ids"]),
         "completion_tokens": 4,

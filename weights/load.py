@@ -12,7 +12,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_mtp.engine.calibrate import Calibration
 from mlx_mtp.errors import LoadError, UsageError
+from mlx_mtp.kernels.launch import on_metal
+from mlx_mtp.kernels.profile import data_folder
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.layers import on_cpu
 from mlx_mtp.models.target import Target
@@ -37,6 +40,7 @@ def load_pair(
     drafter_bits: int | None = None,
     drafter_device: str | None = None,
     force_fit: bool = False,
+    calibrate: bool = True,
     progress: Progress | None = None,
 ) -> Pair:
     """A target and its drafter, ready to generate.
@@ -48,6 +52,8 @@ def load_pair(
     quantised stays as it is.
     drafter_device: "cpu" or "gpu", which the drafter is laid out for; None is the target's.
     force_fit: load even where memory or disk will not do.
+    calibrate: on Metal, race the kernels that are not known yet for this model's shapes; else only
+    what earlier races gave is used (`engine.calibrate`).
     progress: called with (what, bytes done, bytes in all) while weights come in.
     Raises LoadError, PairError, FitError and UsageError, all but the tokenizer's before any weight
     is read; that one loads in a thread beside the weights, and ends their reading when it fails.
@@ -105,6 +111,17 @@ def load_pair(
     # A tenth of the weights is what activations and allocation take beside them, at the most.
     headroom = fit.kv_bytes(target.text, target.module.dtype) + weights_bytes // 10
     restore_limits, limited = fit.set_memory_limits(weights_bytes, headroom)
+    notices = [
+        *found.notices,
+        *(notice for p, *_ in planned for notice in p.notices),
+        *([limited] if limited else []),
+        *([] if tokenizer.bos_id is not None else [f"{target.source.name}: {NO_BOS}"]),
+    ]
+    calibration = None
+    if on_metal():
+        calibration = Calibration(data_folder(), calibrate, notices)
+        drafter_here = assistant.module if assistant is not None and device == here else None
+        calibration.prepare(target.module, drafter_here)
     return Pair(
         target=target.module,
         drafter=None if assistant is None else assistant.module,
@@ -117,15 +134,11 @@ def load_pair(
         drafter_revision=None if assistant is None else assistant.source.revision,
         drafter_bits=None if assistant is None else drafter_bits,
         drafter_device=None if assistant is None else device.type.name,
-        notices=[
-            *found.notices,
-            *(notice for p, *_ in planned for notice in p.notices),
-            *([limited] if limited else []),
-            *([] if tokenizer.bos_id is not None else [f"{target.source.name}: {NO_BOS}"]),
-        ],
+        notices=notices,
         weights_bytes=weights_bytes,
         memory_limit=None if force_fit else fit.device_bytes(),
         restore_limits=restore_limits,
+        calibration=calibration,
         load_s=time.perf_counter() - started,
     )
 

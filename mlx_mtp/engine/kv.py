@@ -15,8 +15,8 @@ length on the host, and `view` refuses a pass that might reach past the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import mlx.core as mx
@@ -24,6 +24,7 @@ import mlx.core as mx
 from mlx_mtp.config import FULL, SLIDING, TextConfig
 from mlx_mtp.engine.draft_length import MAX_DRAFT
 from mlx_mtp.errors import UsageError
+from mlx_mtp.kernels.attention import LongKV, attend
 from mlx_mtp.models.layers import KVKey, on_cpu
 
 # Per layer that owns KV: K and V [B, kv_heads, slots, D], or both as (packed, scales, biases).
@@ -44,7 +45,9 @@ class KVLayout:
     """The shape of the buffers for one target. bits: 8 or 4 to quantise full layers' KV. stepwise:
     passes begin to run while they are still being described, which on the CPU hides the describing.
     Their views take over the list of buffers that they are given, for a name that holds an old
-    buffer makes a write copy it. Not within a trace.
+    buffer makes a write copy it. Not within a trace. full_ways: how blocks of so many tokens attend
+    in full layers, 'folded' (products and a softmax) or 'kernel' (`kernels.attention`); others take
+    MLX's fused attention.
 
     Raises UsageError for other bits, or where no group size divides the head dim.
     """
@@ -53,6 +56,7 @@ class KVLayout:
     dtype: mx.Dtype
     bits: int | None = None
     stepwise: bool = False
+    full_ways: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.bits not in (None, 8, 4):
@@ -100,13 +104,18 @@ class KVLayout:
         """Multiplication by a layer's K^T and by its V, as they lie: packed KV would be written
         and read again if it was unpacked first, more bytes than KV that never was packed."""
         if len(kv) == 2:
-            return partial(_score_on_cpu, kv[0]), lambda weights: weights @ kv[1]
+            score = _score_on_cpu if on_cpu() else _score
+            return partial(score, kv[0]), lambda weights: weights @ kv[1]
         keys, key_scales, key_biases, values, scales, biases = kv
         group, bits = self.group, self.bits
         return (
             lambda x: mx.quantized_matmul(x, keys, key_scales, key_biases, True, group, bits),
             lambda x: mx.quantized_matmul(x, values, scales, biases, False, group, bits),
         )
+
+    def long_kv(self, kv: LayerKV) -> LongKV:
+        """A full layer's buffers as the attention kernel takes them."""
+        return LongKV(kv, self.text.head_dim_of(FULL), self.bits or 0, self.group)
 
     def allocate(self, rows: int, capacity: int) -> Buffers:
         """Zeros: whatever never was written must not be NaN, which would leak through a mask."""
@@ -220,8 +229,13 @@ def _store(buffer: mx.array, new: mx.array, slots: mx.array, run: bool) -> mx.ar
     return buffer
 
 
+def _score(keys: mx.array, queries: mx.array) -> mx.array:
+    """queries [B, h, M, D] @ keys [B, h, S, D]^T."""
+    return queries @ keys.swapaxes(-1, -2)
+
+
 def _score_on_cpu(keys: mx.array, queries: mx.array) -> mx.array:
-    """queries [B, h, M, D] @ keys [B, h, S, D]^T, as the CPU's reference BLAS does it fastest: its
+    """The same as the CPU's reference BLAS does it fastest: its
     inner loop wants two operands that both lie along the result's rows, which takes a copy of the
     smaller one."""
     rows, slots = queries.shape[2], keys.shape[2]
@@ -245,6 +259,21 @@ def attention(
     scores = mx.where(mask[:, :, None], scores, mx.finfo(scores.dtype).min)
     weights = mx.softmax(scores, -1, precise=True)
     return mix(weights.reshape(B, kv_heads, -1, slots)).reshape(B, heads, T, D)
+
+
+def by_mlx(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array) -> mx.array:
+    """MLX's attention at scale 1, a block in as many calls as keep each on its fused kernel: there
+    is one for head dims up to 256 while query rows times heads of a kv head are at most 32."""
+    tokens, most = queries.shape[2], min(8, 32 // (queries.shape[1] // keys.shape[1]))
+    if not most < tokens <= BLOCK or queries.shape[3] > 256:
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask)
+    parts = [
+        mx.fast.scaled_dot_product_attention(
+            queries[:, :, at : at + most], keys, values, scale=1.0, mask=mask[:, :, at : at + most]
+        )
+        for at in range(0, tokens, most)
+    ]
+    return mx.concatenate(parts, 2)
 
 
 class View:
@@ -275,9 +304,14 @@ class View:
         return self.attend_layer(layer, queries, self.masks[self.layout.text.layer_types[layer]])
 
     def attend_layer(self, layer: int, queries: mx.array, mask: mx.array) -> mx.array:
+        way = None
+        if self.layout.text.layer_types[layer] == FULL:
+            way = self.layout.full_ways.get(queries.shape[2])
+        if way == "kernel":
+            return attend(queries, self.layout.long_kv(self.buffers[layer]), self.offset)
         kv = self.read(layer)
-        if len(kv) == 2 and not on_cpu():
-            return mx.fast.scaled_dot_product_attention(queries, *kv, scale=1.0, mask=mask)
+        if len(kv) == 2 and not on_cpu() and way is None:
+            return by_mlx(queries, *kv, mask)
         return attention(queries, kv[0].shape[1], *self.layout.products(kv), mask)
 
     def layer(self, key: KVKey) -> int:

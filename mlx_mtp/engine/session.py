@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -65,7 +66,7 @@ class Engine:
     that weights and KV may take; a prompt whose KV would pass it is refused. kv_bits: 8 or 4 to
     keep the KV of full layers quantised. max_kv: positions that a request may take. compile and
     pipeline: see `Policy`; None leaves them to the device. drafter_device: where the drafter runs,
-    if not where the target does. Raises UsageError.
+    if not where the target does. full_ways: see `KVLayout`. Raises UsageError.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Engine:
         compile: bool | None = None,
         pipeline: bool | None = None,
         drafter_device: mx.Device | mx.Stream | None = None,
+        full_ways: Mapping[int, str] | None = None,
     ):
         if not 1 <= rows <= MAX_ROWS or not 1 <= prefill_chunk <= 4096:
             raise UsageError(
@@ -94,7 +96,7 @@ class Engine:
         self.prefill_chunk = prefill_chunk
         self.memory_limit = memory_limit
         self.policy = Policy.for_device(compile, pipeline, drafter_device is not None)
-        self.layout = KVLayout(target.config.text, target.dtype, kv_bits)
+        self.layout = KVLayout(target.config.text, target.dtype, kv_bits, full_ways=full_ways or {})
         self.context = min(target.config.text.max_position_embeddings, max_kv or 1 << 62)
         self.waits = 0  # how often the host waited for the device
         self.grown = 0  # how often buffers were copied: into larger ones, or another bucket
@@ -128,6 +130,7 @@ class Engine:
             "traces": self.rounds.traces,
             "buffer_growths": self.grown,
             "kv_bits": self.layout.bits,
+            "attention": dict(self.layout.full_ways),
             "context": self.context,
             "auto": auto.describe() if isinstance(auto, AutoLength) else None,
         }

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_mtp.kernels.launch import Kernel, Launch
+from mlx_mtp.kernels.launch import Kernel, Launch, on_metal
 from mlx_mtp.kernels.quantized import HEADER
 
 PARTS = 64  # threadgroups over the keys of a kv head; those without a key end at once
@@ -164,8 +164,10 @@ CHUNKS = Kernel(
                                         simd * COLUMNS + 32 * s + 4 * column, value);
         for (int t = 0; t < TILES; t++) {
           simdgroup_matrix<float, 8, 8> left, right;
-          for (int e = 0; e < 2; e++)
-            left.thread_elements()[e] = float(weights[(t * 8 + row) * CHUNK + j + column + e]);
+          for (int e = 0; e < 2; e++) {
+            const T weight = weights[(t * 8 + row) * CHUNK + j + column + e];
+            left.thread_elements()[e] = float(weight);
+          }
           for (int c = 0; c < 4; c++) {
             right.thread_elements()[0] = value[c];
             right.thread_elements()[1] = value[4 + c];
@@ -174,7 +176,7 @@ CHUNKS = Kernel(
         }
       }
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    // The next chunk's first barrier comes before anything read here is written again.
   }
 
   for (int t = 0; t < TILES; t++) {
@@ -238,29 +240,41 @@ class LongKV:
         return self.parts if self.bits else tuple(part for part in self.parts for _ in range(3))
 
     @property
+    def whole(self) -> tuple[mx.array, mx.array]:
+        """K and V as numbers."""
+        if not self.bits:
+            return self.parts[0], self.parts[1]
+        halves = self.parts[:3], self.parts[3:]
+        keys, values = (
+            mx.dequantize(words, *(p.astype(mx.float32) for p in scaling), self.group, self.bits)
+            for words, *scaling in halves
+        )
+        return keys, values
+
+    @property
     def kv_heads(self) -> int:
         return int(self.parts[0].shape[1])
 
 
-def fits(queries: mx.array, kv: LongKV) -> bool:
-    """Whether the kernel takes this head dim and packing."""
-    return kv.head_dim == queries.shape[-1] and kv.head_dim % 512 == 0 and kv.bits in (0, 4, 8)
+def fits(head_dim: int, bits: int) -> bool:
+    """Whether the kernel takes this head dim, and KV in so many bits (0: not packed)."""
+    return head_dim == 512 and bits in (0, 4, 8)
 
 
-def launch_chunks(queries: mx.array, kv: LongKV, length: mx.array) -> Launch:
+def launch_chunks(queries: mx.array, kv: LongKV, length: mx.array, parts: int = PARTS) -> Launch:
     """queries [B, heads, T, D], length int32 [B], the position of the first of them (the T newest
-    keys are theirs) -> results of every part, float32 [B * kv_heads, PARTS, rows, D], and its
+    keys are theirs) -> results of every part, float32 [B * kv_heads, parts, rows, D], and its
     softmax's maximum and sum [..., rows, 2]; rows are (query head, token)."""
     B, heads, T, D = queries.shape
     rows = heads // kv.kv_heads * T
     blocks = -(-rows // (8 * _most_tiles(queries.dtype)))
     tiles = -(-rows // (8 * blocks))
     simds = 8 if queries.dtype == mx.float32 else 16
-    shape = (B * kv.kv_heads, PARTS, rows)
+    shape = (B * kv.kv_heads, parts, rows)
     return Launch(
         CHUNKS,
         (queries.reshape(B, kv.kv_heads, rows, D), *kv.arrays, length),
-        grid=(32 * simds, PARTS * blocks, B * kv.kv_heads),
+        grid=(32 * simds, parts * blocks, B * kv.kv_heads),
         threadgroup=(32 * simds, 1, 1),
         shapes=[(*shape, D), (*shape, 2)],
         dtypes=[mx.float32, mx.float32],
@@ -269,7 +283,7 @@ def launch_chunks(queries: mx.array, kv: LongKV, length: mx.array) -> Launch:
             "D": D,
             "TILES": tiles,
             "SIMDS": simds,
-            "PARTS": PARTS,
+            "PARTS": parts,
             "TOKENS": T,
             "BITS": kv.bits,
             "GROUP": kv.group,
@@ -279,7 +293,7 @@ def launch_chunks(queries: mx.array, kv: LongKV, length: mx.array) -> Launch:
 
 def launch_join(parts: mx.array, stats: mx.array, shape: tuple[int, ...], T: mx.Dtype) -> Launch:
     """The parts of `launch_chunks` -> the result, `shape` is [B, heads, tokens, D]."""
-    heads, _, rows, D = parts.shape
+    heads, count, rows, D = parts.shape
     return Launch(
         JOIN,
         (parts, stats),
@@ -287,15 +301,30 @@ def launch_join(parts: mx.array, stats: mx.array, shape: tuple[int, ...], T: mx.
         threadgroup=(min(D, 256), 1, 1),
         shapes=[shape],
         dtypes=[T],
-        template={"T": T, "D": D, "PARTS": PARTS},
+        template={"T": T, "D": D, "PARTS": count},
     )
 
 
 def attend(queries: mx.array, kv: LongKV, length: mx.array) -> mx.array:
-    """Causal attention at scale 1 of a block [B, heads, T, D] whose K and V are written already."""
+    """Causal attention at scale 1 of a block [B, heads, T, D] whose K and V are written already at
+    positions length [B] and on."""
+    if not on_metal():
+        return reference(queries, kv, length)
     parts, stats = launch_chunks(queries, kv, length).run()
     (out,) = launch_join(parts, stats, queries.shape, queries.dtype).run()
     return out
+
+
+def reference(queries: mx.array, kv: LongKV, length: mx.array) -> mx.array:
+    """The same written out, over all slots, in float32."""
+    B, heads, T, D = queries.shape
+    keys, values = (part.astype(mx.float32) for part in kv.whole)
+    rows = queries.astype(mx.float32).reshape(B, kv.kv_heads, -1, D)
+    scores = (rows @ keys.swapaxes(-1, -2)).reshape(B, heads, T, -1)
+    last = (length[:, None] + mx.arange(T))[:, None, :, None]
+    scores = mx.where(mx.arange(keys.shape[2]) <= last, scores, -mx.inf)
+    weights = mx.softmax(scores, -1).reshape(*rows.shape[:3], -1)
+    return (weights @ values).reshape(queries.shape).astype(queries.dtype)
 
 
 def _most_tiles(dtype: mx.Dtype) -> int:

@@ -16,7 +16,7 @@ import struct
 
 import mlx.core as mx
 
-from mlx_mtp.kernels.launch import Kernel, Launch
+from mlx_mtp.kernels.launch import Kernel, Launch, on_metal
 
 READ = 4  # numbers that a thread reads in a row
 MOST_THREADS = 512  # of a row: 1024 are only allowed to a kernel that needs few registers
@@ -211,7 +211,7 @@ def fits_add(
     scale: mx.array | None = None,
     next_weight: mx.array | None = None,
 ) -> bool:
-    """Whether `launch_add` takes these: all of one dtype, or the stock operations promote."""
+    """Whether `add_norm` takes these: all of one dtype, or the stock operations promote."""
     width, beside = x.shape[-1], (a, weight, scale, next_weight)
     return (
         x.ndim == 2
@@ -219,6 +219,23 @@ def fits_add(
         and width <= READ * MOST_READS * MOST_THREADS
         and all(other is None or other.dtype == x.dtype for other in beside)
     )
+
+
+def add_norm(
+    x: mx.array,
+    a: mx.array,
+    weight: mx.array,
+    scale: mx.array | None = None,
+    next_weight: mx.array | None = None,
+    *,
+    eps: float,
+) -> list[mx.array]:
+    """x, a [M, H], weights [H], scale [1] -> (x + rms_norm(a) * weight) * scale; and behind it its
+    own rms_norm, times next_weight, where that is given."""
+    given = x, a, weight, scale, next_weight
+    if on_metal():
+        return launch_add(*given, eps=eps).run()
+    return reference_add(*given, eps=eps)
 
 
 def launch_add(
@@ -230,8 +247,7 @@ def launch_add(
     *,
     eps: float,
 ) -> Launch:
-    """x, a [M, H], weights [H], scale [1] -> (x + rms_norm(a) * weight) * scale; and behind it its
-    own rms_norm, times next_weight, where that is given."""
+    """The kernel's launch for `add_norm`."""
     width = x.shape[1]
     reads = -(-width // (READ * MOST_THREADS))
     threads = -(-width // (READ * reads * 32)) * 32
@@ -265,15 +281,36 @@ def reference_add(
     *,
     eps: float,
 ) -> list[mx.array]:
-    """What `launch_add` gives, by the stock operations."""
+    """`add_norm` by the stock operations."""
     x = x + mx.fast.rms_norm(a, weight, eps)
     x = x if scale is None else x * scale
     return [x] if next_weight is None else [x, mx.fast.rms_norm(x, next_weight, eps)]
 
 
 def fits_heads(raw: mx.array, weight: mx.array, periods: mx.array) -> bool:
-    """Whether `launch_heads` takes these."""
+    """Whether `heads_of` takes these."""
     return len(periods) % 32 == 0 and len(periods) <= 256 and weight.dtype == raw.dtype
+
+
+def heads_of(
+    raw: mx.array,
+    weight: mx.array,
+    periods: mx.array,
+    offset: mx.array,
+    eps: float,
+    heads: int,
+    kv_heads: int,
+) -> list[mx.array]:
+    """The heads of B sequences of T tokens, normed, weighed, and turned by their positions.
+
+    raw: [B * T, n * D], of every row the query heads, then `kv_heads` keys, then as many values;
+    without values the raw keys are values, and with no kv heads there are only queries. weight:
+    [n or heads + kv_heads, (1,) D], or [D] for queries alone; values have none. periods: float32
+    [D / 2] as mx.fast.rope takes them. offset: int32 [B], the position of the first token.
+    Gives [B, heads, T, D] and, with kv heads, K and V [B, kv_heads, T, D].
+    """
+    given = raw, weight, periods, offset, eps, heads, kv_heads
+    return launch_heads(*given).run() if on_metal() else reference_heads(*given)
 
 
 def launch_heads(
@@ -285,14 +322,7 @@ def launch_heads(
     heads: int,
     kv_heads: int,
 ) -> Launch:
-    """The heads of B sequences of T tokens, normed, weighed, and turned by their positions.
-
-    raw: [B * T, n * D], of every row the query heads, then `kv_heads` keys, then as many values;
-    without values the raw keys are values, and with no kv heads there are only queries. weight:
-    [n or heads + kv_heads, (1,) D], or [D] for queries alone; values have none. periods: float32
-    [D / 2] as mx.fast.rope takes them. offset: int32 [B], the position of the first token.
-    Gives [B, heads, T, D] and, with kv heads, K and V [B, kv_heads, T, D].
-    """
+    """The kernel's launch for `heads_of`."""
     D, B, rows = 2 * len(periods), len(offset), len(raw)
     n = raw.shape[1] // D
     shapes = [(B, count, rows // B, D) for count in (heads, kv_heads, kv_heads) if count]
@@ -319,7 +349,7 @@ def reference_heads(
     heads: int,
     kv_heads: int,
 ) -> list[mx.array]:
-    """What `launch_heads` gives, by the stock operations."""
+    """`heads_of` by the stock operations."""
     D, B, turning = 2 * len(periods), len(offset), heads + kv_heads
     normed = mx.fast.rms_norm(raw.reshape(B, len(raw) // B, -1, D).swapaxes(1, 2), None, eps)
     weighed = normed[:, :turning] * weight.reshape(-1, 1, D)[:turning]

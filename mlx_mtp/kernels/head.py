@@ -151,6 +151,7 @@ class Shortlist:
         finite = ~mx.isnan(values).any(-1)
         if few is not None:
             # In order, for of equal logits the first is chosen.
+            few = min(few, values.shape[1])
             blocks = mx.sort(mx.argpartition(-values, few - 1, axis=-1)[:, :few], -1)
             values, tokens = self._score(x, sequences, adjust, blocks.astype(mx.int32), best=False)
         return Candidates(values, tokens, finite)

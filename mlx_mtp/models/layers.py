@@ -152,14 +152,15 @@ class HeadNorm(nn.Module):
 
 class Attention(nn.Module):
     """Attention at scale 1 (q_norm and k_norm carry it) with keys and values of its own or, with
-    `own_kv` false, those of the layer that `kv_key` names. fused: norms and RoPE by one kernel."""
+    `own_kv` false, those of the layer that `kv_key` names. fused: numbers of rows whose norms and
+    RoPE are one kernel."""
 
     def __init__(self, config: TextConfig, kind: str, kv_key: KVKey, own_kv: bool):
         super().__init__()
-        self.kv_key, self.own_kv = kv_key, own_kv
+        self.kind, self.kv_key, self.own_kv = kind, kv_key, own_kv
         self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads_of(kind)
         self.head_dim, self.eps = config.head_dim_of(kind), config.rms_norm_eps
-        self.fused = False
+        self.fused = frozenset[int]()
         width = config.hidden_size
         self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
@@ -182,19 +183,19 @@ class Attention(nn.Module):
             self.q_norm = HeadNorm(mx.stack(weights)[:, None], self.eps)
 
     def __call__(self, x: mx.array, kv: KVView, rotate: Rotate) -> mx.array:
-        queries, *new = self._heads(self.qkv_proj(x), len(kv.offset), rotate)
+        queries, *new = self.heads_of(self.qkv_proj(x), len(kv.offset), rotate)
         if self.own_kv:
             kv.write(self.kv_key, *new)
         out = kv.attend(self.kv_key, queries)
         return self.o_proj(out.swapaxes(1, 2).reshape(len(x), -1))
 
-    def _heads(self, raw: mx.array, B: int, rotate: Rotate) -> list[mx.array]:
+    def heads_of(self, raw: mx.array, B: int, rotate: Rotate) -> list[mx.array]:
         """What qkv_proj gave -> queries and, where they are its own, keys and values."""
         counts = self.heads, self.own_kv * self.kv_heads
-        if self.fused and isinstance(rotate, FusedRotation):
+        if len(raw) in self.fused and isinstance(rotate, FusedRotation):
             given = raw, self.q_norm.weight, rotate.freqs
             if fused.fits_heads(*given):
-                return fused.launch_heads(*given, rotate.offset, self.eps, *counts).run()
+                return fused.heads_of(*given, rotate.offset, self.eps, *counts)
         raw = raw.reshape(B, len(raw) // B, -1, self.head_dim).swapaxes(1, 2)
         heads, turning = self.q_norm(raw), sum(counts)
         turned = rotate(heads[:, :turning])
@@ -350,12 +351,13 @@ class Experts(nn.Module):
 
 class DecoderLayer(nn.Module):
     """One block: attention, MLP (beside experts where there are some), per-layer embedding, and
-    the layer's own scalar on everything. fused: residuals and norms by one kernel."""
+    the layer's own scalar on everything. fused: numbers of rows whose residuals and norms are one
+    kernel."""
 
     def __init__(self, config: TextConfig, kind: str, mlp_width: int, kv_key: KVKey, own_kv: bool):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.kind, self.fused = kind, False
+        self.kind, self.fused = kind, frozenset[int]()
         self.self_attn = Attention(config, kind, kv_key, own_kv)
         self.mlp = MLP(width, mlp_width)
         self.input_layernorm = nn.RMSNorm(width, eps=eps)
@@ -411,10 +413,10 @@ class DecoderLayer(nn.Module):
         then: nn.Module | None = None,
     ) -> list[mx.array]:
         """(x + norm(out)) * scale and, where it is given, `then` of that."""
-        if self.fused:
+        if len(x) in self.fused:
             given = x, out, norm.weight, scale, None if then is None else then.weight
             if fused.fits_add(*given):
-                return fused.launch_add(*given, eps=norm.eps).run()
+                return fused.add_norm(*given, eps=norm.eps)
         x = x + norm(out)
         x = x if scale is None else x * scale
         return [x] if then is None else [x, then(x)]

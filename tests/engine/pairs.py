@@ -54,7 +54,7 @@ def target_config(**changes: Any) -> TargetConfig:
     return TargetConfig.from_dict(raw | changes)
 
 
-def drafter_config(ordered: bool = True, **changes: Any) -> DrafterConfig:
+def drafter_config(ordered: bool = True, backbone: int = 32, **changes: Any) -> DrafterConfig:
     text = {
         "model_type": "gemma4_text",
         "vocab_size": VOCAB,
@@ -72,7 +72,7 @@ def drafter_config(ordered: bool = True, **changes: Any) -> DrafterConfig:
     return DrafterConfig.from_dict(
         {
             "model_type": "gemma4_assistant",
-            "backbone_hidden_size": 32,
+            "backbone_hidden_size": backbone,
             "use_ordered_embeddings": ordered,
             "num_centroids": 12,
             "centroid_intermediate_top_k": 3,

@@ -1,0 +1,84 @@
+"""What races on this machine gave, kept in the user's data folder. A profile of another machine,
+MLX or version of the kernels is none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_mtp.kernels.race import Outcome
+
+
+def data_folder() -> Path:
+    """Where this program keeps what it learns: ~/Library/Application Support/mlx-mtp on a Mac,
+    else $XDG_DATA_HOME/mlx-mtp or ~/.local/share/mlx-mtp."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "mlx-mtp"
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "mlx-mtp"
+
+
+def machine() -> dict[str, str]:
+    """What a profile holds for: the GPU, MLX, and the kernels' own source."""
+    info = mx.device_info()
+    source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return {
+        "gpu": f"{info.get('device_name', 'none')} {info.get('architecture', '')}".strip(),
+        "mlx": str(mx.__version__),
+        "kernels": hashlib.sha256(source).hexdigest()[:16],
+    }
+
+
+@dataclass
+class Profile:
+    """wins: key of an operation -> rows -> the way to use; missing means not raced yet. stable:
+    key -> ways whose rows are bit-equal to the row alone."""
+
+    wins: dict[str, dict[int, str]] = field(default_factory=dict)
+    stable: dict[str, list[str]] = field(default_factory=dict)
+
+    def raced(self, key: str, rows: int) -> bool:
+        return rows in self.wins.get(key, {})
+
+    def ways(self, key: str) -> dict[int, str]:
+        """Rows -> the way that beat stock."""
+        return {rows: way for rows, way in self.wins.get(key, {}).items() if way != "stock"}
+
+    def learn(self, outcome: Outcome) -> None:
+        for key, rows in outcome.wins.items():
+            self.wins.setdefault(key, {}).update(rows)
+        for key, ways in outcome.stable.items():
+            before = set(self.stable.get(key, ways))
+            self.stable[key] = sorted(before & ways)
+
+    @classmethod
+    def load(cls, folder: Path) -> tuple[Profile, str | None]:
+        """The profile of this machine, and a line for the user where one is there but of no use."""
+        path = folder / "kernels.json"
+        try:
+            raw = json.loads(path.read_text("utf-8"))
+            profile = cls(
+                {k: {int(n): str(w) for n, w in rows.items()} for k, rows in raw["wins"].items()},
+                {key: [str(way) for way in ways] for key, ways in raw["stable"].items()},
+            )
+            same = raw["machine"] == machine()
+        except FileNotFoundError:
+            return cls(), None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return cls(), f"{path} cannot be read and is ignored"
+        if not same:
+            return cls(), f"{path} is of another machine, MLX or version and is ignored"
+        return profile, None
+
+    def save(self, folder: Path) -> None:
+        """Raises OSError."""
+        raw = {"machine": machine(), "wins": self.wins, "stable": self.stable}
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f"kernels.json.{os.getpid()}"
+        temporary.write_text(json.dumps(raw, indent=1), "utf-8")
+        temporary.replace(folder / "kernels.json")

@@ -1,0 +1,112 @@
+"""Which way of computing something is used on this machine: those that are right race, and one
+that is not clearly faster than stock MLX loses to it.
+
+Contests are pure descriptions; nothing here knows what they compute.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+BUDGET = 5.0  # seconds
+STOCK = "stock"
+CLEARLY = 0.97  # of stock's time
+TURNS, CALLS = 3, 8  # measurements of each way, and calls in one
+
+Way = Callable[[int], mx.array]  # by the number of a sample, so that weights come from memory
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One operation at one number of rows. ways: by name, what competes with `stock`. bound: how
+    far a right result may be from stock's, relative to its largest value.
+
+    alone: the same way for the first row alone, to see whether the two are bit-equal.
+    """
+
+    key: str
+    rows: int
+    stock: Way
+    ways: Mapping[str, Way]
+    bound: float
+    alone: Mapping[str, Way] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """wins: key -> rows -> the way to use, 'stock' included. stable: key -> ways that gave the
+    first row bit for bit what it is alone, at all rows raced. wrong: a line for each way that
+    failed. left: contests that there was no time for."""
+
+    wins: dict[str, dict[int, str]] = field(default_factory=dict)
+    stable: dict[str, set[str]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    left: int = 0
+
+
+def race(
+    contests: Iterable[Callable[[], Contest]],
+    budget: float = BUDGET,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Outcome:
+    """Makes and runs contests in their order until `budget` seconds are over. WAITS for the
+    device."""
+    outcome, end = Outcome(), clock() + budget
+    for make in contests:
+        if clock() >= end:
+            outcome.left += 1
+            continue
+        contest = make()
+        right = _check(contest, outcome)
+        winner = _fastest(contest, right, clock) if right else STOCK
+        outcome.wins.setdefault(contest.key, {})[contest.rows] = winner
+    return outcome
+
+
+def _check(contest: Contest, outcome: Outcome) -> list[str]:
+    """The ways that give what stock gives."""
+    wanted = contest.stock(0).astype(mx.float32)
+    scale = max(float(mx.abs(wanted).max()), 1e-30)
+    right = []
+    for name, way in contest.ways.items():
+        where = f"{name} at {contest.key}, {contest.rows} rows"
+        try:
+            found = way(0)
+            error = float(mx.abs(found.astype(mx.float32) - wanted).max()) / scale
+            stable = name not in contest.alone or _first_row_is(found, contest.alone[name](0))
+        except (RuntimeError, ValueError) as fault:  # as Metal's compiler refuses a source
+            outcome.wrong.append(f"{where}: {str(fault).strip().splitlines()[0]}")
+            continue
+        before = outcome.stable.setdefault(contest.key, set(contest.ways))
+        if not stable:
+            before.discard(name)
+        if not error <= contest.bound:
+            outcome.wrong.append(f"{where}: off by {error:.1e}, {contest.bound:.0e} is allowed")
+            before.discard(name)
+            continue
+        right.append(name)
+    return right
+
+
+def _first_row_is(block: mx.array, alone: mx.array) -> bool:
+    return bool(mx.array_equal(block[:1], alone))
+
+
+def _fastest(contest: Contest, right: list[str], clock: Callable[[], float]) -> str:
+    ways = {STOCK: contest.stock} | {name: contest.ways[name] for name in right}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(TURNS + 1):
+        for name, way in ways.items():
+            results = [way(i) for i in range(CALLS)]
+            started = clock()
+            mx.eval(results)
+            if turn:  # the first is for compiling and warming up
+                seconds[name].append(clock() - started)
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    best = min(median, key=lambda name: median[name])
+    return best if median[best] < CLEARLY * median[STOCK] else STOCK
