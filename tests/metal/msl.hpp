@@ -5,12 +5,9 @@
 // No header of the C or C++ library that names functions of numbers is included: those names would
 // stand beside Metal's, and reading them would be most of a build's time.
 #pragma once
-#define _XOPEN_SOURCE 700
-#define _DARWIN_C_SOURCE 1
 #include <setjmp.h>
 #include <stdint.h>
 #include <sys/mman.h>
-#include <ucontext.h>
 
 typedef unsigned char uchar;
 typedef unsigned short ushort;
@@ -119,8 +116,7 @@ __attribute__((format(printf, 1, 2))) static void set_error(const char* format, 
 
 [[noreturn]] static void fiber_main();
 
-// Goes on with a fiber. Only its first entry takes ucontext, which asks the kernel for the signal
-// mask; jumps do not.
+// Goes on with a fiber; one that has not begun does so on its own stack.
 [[noreturn]] static void enter(uint thread) {
   Fiber& fiber = runtime.fibers[thread];
   runtime.current = thread;
@@ -128,14 +124,16 @@ __attribute__((format(printf, 1, 2))) static void set_error(const char* format, 
   fiber.entered = true;
   char* bottom = runtime.stacks + thread * STACK;
   __builtin_memcpy(bottom, &CANARY, sizeof CANARY);
-  static ucontext_t context;
-  getcontext(&context);
-  context.uc_stack.ss_sp = bottom;
-  context.uc_stack.ss_size = STACK;
-  context.uc_link = nullptr;
-  makecontext(&context, fiber_main, 0);
-  setcontext(&context);
-  __builtin_trap();
+#if defined(__x86_64__)
+  asm volatile("movq %0, %%rsp\n\txorl %%ebp, %%ebp\n\tcall *%1"
+               ::"r"(bottom + STACK), "r"(fiber_main) : "memory");
+#elif defined(__aarch64__)
+  asm volatile("mov sp, %0\n\tmov x29, xzr\n\tblr %1"
+               ::"r"(bottom + STACK), "r"(fiber_main) : "memory");
+#else
+#error "say here how this processor changes stacks"
+#endif
+  __builtin_unreachable();
 }
 
 // To the next lane of this turn, or back to the scheduler.
@@ -555,7 +553,7 @@ struct SharedBlock {
     __builtin_snprintf(who, sizeof who, "threads of simdgroup %u", other & ~MANY_IN_SIMDGROUP);
   else
     __builtin_snprintf(who, sizeof who, "thread %u", other);
-  MSL_FAIL("race: thread %u %s %s[%ld] %s with no barrier between", runtime.current,
+  MSL_FAIL("race: thread %u %s %s[%ld], which %s used, with no barrier between", runtime.current,
            what, block->name, index, who);
 }
 
