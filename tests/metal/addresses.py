@@ -19,20 +19,20 @@ from mlx_mtp.kernels.launch import Launch
 
 from .emulator import Generated, trace
 
-_SCALARS = ("float", "half", "bfloat", "int", "uint", "short", "ushort", "char", "uchar", "long")
-_SCALARS += ("ulong", "bool")
+_WHOLES = ("int", "uint", "short", "ushort", "char", "uchar", "long", "ulong")
+_SCALARS = ("float", "half", "bfloat", "bool", *_WHOLES)
 _VECTOR_OF = {"bfloat": "half", "bool": "char"}  # where clang has no vectors of the one
-_UNARY = ("exp", "exp2", "exp10", "log", "log2", "log10", "log1p", "expm1", "erf", "sqrt", "rsqrt")
-_UNARY += ("sin", "cos", "tan", "tanh", "sinh", "cosh", "atan", "abs", "fabs", "floor", "ceil")
-_UNARY += ("trunc", "rint", "round", "fract", "sign", "popcount", "clz", "ctz")
-_BINARY = ("min", "max", "pow", "powr", "fmod", "divide", "mulhi")
-_REDUCTIONS = ("simd_sum", "simd_product", "simd_max", "simd_min", "simd_broadcast_first")
-_SHUFFLES = ("simd_shuffle", "simd_shuffle_xor", "simd_shuffle_up", "simd_shuffle_down")
-_SHUFFLES += ("simd_broadcast",)
+_UNARY = """
+    exp exp2 exp10 log log2 log10 log1p expm1 erf sqrt rsqrt sin cos tan tanh sinh cosh atan abs
+    fabs floor ceil trunc rint round fract sign popcount clz ctz
+"""
+_BINARY = "min max pow powr fmod divide mulhi"
+_REDUCTIONS = "simd_sum simd_product simd_max simd_min simd_broadcast_first"
+_SHUFFLES = "simd_shuffle simd_shuffle_xor simd_shuffle_up simd_shuffle_down simd_broadcast"
 
 
-def _functions(names: tuple[str, ...], parameters: str) -> str:
-    return "".join(f"template <class T> T {name}({parameters});\n" for name in names)
+def _functions(names: str, parameters: str) -> str:
+    return "".join(f"template <class T> T {name}({parameters});\n" for name in names.split())
 
 
 _NUMBERS = _functions(_UNARY, "T") + _functions(_BINARY, "T, T")
@@ -69,7 +69,7 @@ bool simd_any(bool); bool simd_all(bool);
 {_functions(_REDUCTIONS, "T")}{_functions(_SHUFFLES, "T, ushort")}{_NUMBERS}
 namespace precise {{ {_NUMBERS} }}
 namespace fast {{ {_NUMBERS} }}
-{_functions(("fma", "clamp"), "T, T, T")}
+{_functions("fma clamp", "T, T, T")}
 template <class T> T select(T, T, bool);
 template <class T> T extract_bits(T, uint, uint);
 template <class T> T insert_bits(T, T, uint, uint);

@@ -78,44 +78,32 @@ def emulate(launch: Launch, *, order: int = 0, seed: int = ROUND_ROBIN) -> Emula
     Raises EmulationError, BuildError, and ValueError for what is not emulated.
     """
     unit = _Unit(trace(launch))
-    group = _threadgroup(launch)
-    arrays = {
-        name: _bits(array) for name, array in zip(launch.kernel.inputs, launch.inputs, strict=True)
-    }
+    kernel = launch.kernel
+    inputs = {name: _bits(array) for name, array in zip(kernel.inputs, launch.inputs, strict=True)}
     outputs = {
         name: _unwritten(shape, dtype)
-        for name, shape, dtype in zip(
-            launch.kernel.outputs, launch.shapes, launch.dtypes, strict=True
-        )
+        for name, shape, dtype in zip(kernel.outputs, launch.shapes, launch.dtypes, strict=True)
     }
-    inputs = dict(arrays)
+    arrays = inputs | outputs
     for name, array in inputs.items():
         strides = [stride // array.itemsize for stride in array.strides]
         arrays[f"{name}_shape"] = np.array(array.shape, np.int32)
         arrays[f"{name}_strides"] = np.array(strides, np.int64)
         arrays[f"{name}_ndim"] = np.array(array.ndim, np.int32)
-    arrays |= outputs
     touched = {name: np.zeros(array.shape, np.uint32) for name, array in arrays.items()}
-    names = [parameter.name for parameter in unit.generated.buffers]
-    buffers = (_Buffer * max(len(names), 1))(
-        *(
-            _Buffer(
-                name.encode(),
-                arrays[name].ctypes.data,
-                touched[name].ctypes.data,
-                arrays[name].size,
-            )
-            for name in names
-        )
-    )
+    buffers = [
+        _Buffer(name.encode(), array.ctypes.data, touched[name].ctypes.data, array.size)
+        for name, array in ((p.name, arrays[p.name]) for p in unit.generated.buffers)
+    ]
     stats = _Stats()
-    error = _load(unit)(buffers, _Launch((*launch.grid,), group, order, seed), stats)
+    call = _Launch(launch.grid, _threadgroup(launch), order, seed)
+    error = _load(unit)((_Buffer * len(buffers))(*buffers), call, stats)
     if error is not None:
-        raise EmulationError(f"{launch.kernel.name}, seed {seed}: {error.decode()}")
+        raise EmulationError(f"{kernel.name}, seed {seed}: {error.decode()}")
     return Emulated(
         outputs=[
             _array(outputs[name], dtype)
-            for name, dtype in zip(launch.kernel.outputs, launch.dtypes, strict=True)
+            for name, dtype in zip(kernel.outputs, launch.dtypes, strict=True)
         ],
         loads={name: touched[name] for name in inputs},
         stores={name: touched[name] for name in outputs},
@@ -364,7 +352,8 @@ def _build(units: Sequence[_Unit]) -> None:
 
 @cache
 def _function(path: Path, key: str) -> Any:
-    function = getattr(ctypes.CDLL(str(path)), f"run_{key}")
+    # PyDLL keeps Python's lock: the runtime of a library runs one launch at a time.
+    function = getattr(ctypes.PyDLL(str(path)), f"run_{key}")
     function.restype = ctypes.c_char_p
     function.argtypes = [ctypes.POINTER(_Buffer), ctypes.POINTER(_Launch), ctypes.POINTER(_Stats)]
     return function
