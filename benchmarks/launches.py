@@ -10,8 +10,9 @@ gemma-4-E2B-it-assistant.json and so on. Targets are packed in 4 bits, drafters 
 MLX reads what. MLX 0.32.4 has fused attention for blocks of up to 8 tokens and 32 rows a kv head;
 for head dim 512 it has none under a mask that is an array.
 
-This project's kernels read their inputs once: of KV what is committed or written, and of a tensor
-of E experts, n of them for each of M rows, the E (1 - (1 - n / E)^M) that uniform routing hits.
+`ours` has this project's kernels wherever they fit, where a machine would use only those that won a
+race there. They read their inputs once: of KV what is committed or written, for 64 rows; and of E
+experts, n of them for each of M rows, the E (1 - (1 - n / E)^M) that uniform routing hits.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from benchmarks.graphs import CHIPS, Graph, Node, bytes_read, fused
 from mlx_mtp.config import DrafterConfig, TargetConfig, TextConfig
+from mlx_mtp.engine import calibrate
 from mlx_mtp.engine import round as rounds
 from mlx_mtp.engine.kv import KVLayout, capacity_for
 from mlx_mtp.engine.processors import ProcessorState
@@ -40,9 +43,11 @@ from mlx_mtp.engine.sampling import SamplerState, Sampling
 from mlx_mtp.kernels.attention import MOST_TILES
 from mlx_mtp.kernels.head import BLOCK
 from mlx_mtp.models.drafter import Drafter
+from mlx_mtp.models.rows import wrap
 from mlx_mtp.models.target import Target
 
 MODELS = ("E2B", "E4B", "12B", "26B-A4B", "31B")
+CHUNK = 128  # keys of a part of `kernels.attention` in bfloat16; parts without keys are not read
 PARTS = ("draft", "verify", "head and accept")
 RUNS = ("stock_eager", "stock_fused", "ours_fused")
 
@@ -50,8 +55,16 @@ Counts = dict[str, dict[str, int]]  # by part of the round: launches, and bytes 
 
 
 def with_kernels(target: Target, drafter: Drafter, layout: KVLayout) -> KVLayout:
-    """Switches this project's kernels on; returns the layout to run the pair with."""
-    return layout
+    """Switches this project's kernels on wherever they fit; returns the layout to run with."""
+    found, full_ways = [], {}
+    for model in (target, drafter):
+        wrap(model)
+        found += calibrate.sites(model)
+    found.append(calibrate.attention_site(layout, full_ways.update))
+    for site in found:
+        if site.ways:
+            site.take(dict.fromkeys(calibrate.ROWS, site.ways[-1]))
+    return replace(layout, full_ways=full_ways)
 
 
 def share_read(graph: Graph, node: Node, text: TextConfig, slots: int) -> dict[str, float]:
@@ -61,6 +74,9 @@ def share_read(graph: Graph, node: Node, text: TextConfig, slots: int) -> dict[s
     if node.name.startswith("attend_chunks"):
         blocks = -(-first.shape[2] // (8 * MOST_TILES))
         return dict.fromkeys(node.inputs[1:7], blocks * slots / others[0].shape[2])
+    if node.name.startswith("attend_join"):
+        parts = first.shape[1]
+        return {node.inputs[0]: min(parts, -(-slots // CHUNK)) / parts}
     if node.name.startswith("expert_rows"):
         rows, experts = len(others[4]) / text.top_k_experts, len(others[0])
         missed = (1 - text.top_k_experts / experts) ** rows
@@ -140,10 +156,10 @@ def leaves(tree: Any) -> list[mx.array]:
 
 
 def trace(
-    target: Target, drafter: Drafter, layout: KVLayout, k: int, context: int
+    target: Target, drafter: Drafter, layout: KVLayout, k: int, context: int, ours: bool
 ) -> tuple[Graph, dict[str, list[str]]]:
     """The graph of a round of `k` drafts behind `context` positions, and the ids that each part of
-    it ends with. Weights are inputs, so that nothing evaluates them."""
+    it ends with. Weights are inputs, so that nothing evaluates them; the pair is used up."""
     one = mx.zeros((1,), dtype=mx.int32)
     state = RoundState(
         kv=layout.allocate(1, capacity_for(context + k + 1)),
@@ -172,7 +188,8 @@ def trace(
         target.update(weights)
         drafter.update(more)
         shape = RoundShape(k, context, "greedy")
-        ends[PARTS[2]] = leaves(rounds.run_round(target, drafter, layout, now, None, shape))
+        how = with_kernels(target, drafter, layout) if ours else layout
+        ends[PARTS[2]] = leaves(rounds.run_round(target, drafter, how, now, None, shape))
         return [array for part in PARTS for array in ends[part]]
 
     graph = Graph()
@@ -181,8 +198,6 @@ def trace(
             watch = watched(part, getattr(rounds, part))
             stack.enter_context(mock.patch.object(rounds, part, watch))
         mx.export_function(graph.tell, one_round, *leaves(known))
-    target.update(known[0])
-    drafter.update(known[1])
     names = iter(graph.outputs)
     return graph, {part: [next(names) for _ in ends[part]] for part in PARTS}
 
@@ -220,17 +235,14 @@ def measure(configs: Path, model: str, draft_lens: Sequence[int], context: int) 
     """For each draft length the counts of RUNS."""
     counts: dict[tuple[str, int], Counts] = {}
     with as_on_gpu():
-        target, drafter = build(configs, model)
-        layout = KVLayout(target.config.text, mx.bfloat16)
-        for who in ("stock", "ours"):
-            if who == "ours":
-                layout = with_kernels(target, drafter, layout)
-            for k in draft_lens:
-                graph, ends = trace(target, drafter, layout, k, context)
-                known = parts_of(graph, ends), layout.text, context + k + 1
-                eager, compiled = [[node] for node in graph.nodes], fused(graph, {*ends[PARTS[2]]})
-                counts[f"{who}_eager", k] = count(graph, eager, *known)
-                counts[f"{who}_fused", k] = count(graph, compiled, *known)
+        for k, who in product(draft_lens, ("stock", "ours")):
+            target, drafter = build(configs, model)
+            layout = KVLayout(target.config.text, mx.bfloat16)
+            graph, ends = trace(target, drafter, layout, k, context, who == "ours")
+            known = parts_of(graph, ends), layout.text, context + k + 1
+            eager, compiled = [[node] for node in graph.nodes], fused(graph, {*ends[PARTS[2]]})
+            counts[f"{who}_eager", k] = count(graph, eager, *known)
+            counts[f"{who}_fused", k] = count(graph, compiled, *known)
     return [
         {"model": model, "draft_len": k, **{run: counts[run, k] for run in RUNS}}
         for k in draft_lens
