@@ -36,11 +36,11 @@ ORDERS = (0, 1, 2)
 _RUNTIME = Path(__file__).with_name("msl.hpp")
 _FLAGS = (
     *("-std=c++17", "-O2", "-w", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics"),
-    "-ffp-contract=off",
-    # A thread's variable that nothing was stored to holds -1.7e38 (or NaN), not what is hoped for.
-    "-ftrivial-auto-var-init=pattern",
-    *("-shared", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE"),
+    *("-ffp-contract=off", "-fsigned-char", "-U_FORTIFY_SOURCE"),
+    *("-shared", "-fPIC", "-fvisibility=hidden"),
 )
+# A thread's variable that nothing was stored to holds -1.7e38 or NaN, not what is hoped for.
+_PATTERN = "-ftrivial-auto-var-init=pattern"
 _MOST_THREADS = 1024
 _SENTINEL = 0xA5
 
@@ -251,7 +251,7 @@ class _Unit:
 
     @cached_property
     def key(self) -> str:
-        content = repr(self.generated) + _toolchain() + _RUNTIME.read_text()
+        content = repr(self.generated) + _toolchain()
         return hashlib.sha256(content.encode()).hexdigest()[:20]
 
     @property
@@ -313,12 +313,20 @@ def compiler() -> str | None:
 
 
 @cache
-def _toolchain() -> str:
+def flags() -> tuple[str, ...]:
+    """What the compiler is called with. Raises BuildError where there is none."""
     path = compiler()
     if path is None:
         raise BuildError("no C++ compiler: set CXX, or install g++")
-    version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
-    return "\n".join((path, version, *_FLAGS))
+    probe = [path, _PATTERN, "-x", "c++", "-fsyntax-only", "/dev/null"]
+    known = subprocess.run(probe, capture_output=True).returncode == 0  # g++ 12, clang 8
+    return (path, *_FLAGS, *([_PATTERN] if known else []))
+
+
+@cache
+def _toolchain() -> str:
+    version = subprocess.run([flags()[0], "--version"], capture_output=True, text=True).stdout
+    return f"{flags()} {version} {_RUNTIME.read_text()}"
 
 
 @cache
@@ -333,13 +341,12 @@ def _folder() -> Path:
 
 def _build(units: Sequence[_Unit]) -> None:
     """One library for all units, found under each one's own name."""
-    _toolchain()
     with tempfile.TemporaryDirectory(dir=_folder()) as name:
         work = Path(name)
         (work / "kernels.cpp").write_text(
             f'#include "{_RUNTIME}"\n' + "".join(unit.cpp for unit in units)
         )
-        command = [str(compiler()), *_FLAGS, "kernels.cpp", "-o", "kernels.so"]
+        command = [*flags(), "kernels.cpp", "-o", "kernels.so"]
         done = subprocess.run(command, cwd=work, capture_output=True, text=True)
         if done.returncode != 0:
             names = ", ".join(unit.generated.name for unit in units)

@@ -603,6 +603,7 @@ template <class T> class SharedReference {
   SharedReference(const SharedReference&) = default;
 
   operator T() const { return has_read(), seen; }
+  template <class U> explicit operator U() const { return U(T(*this)); }
   void operator=(const T& next) && { will_write(next), *value = next; }
   void operator=(const SharedReference& next) && {
     const T copy = next;

@@ -22,6 +22,7 @@ from .emulator import (
     compiler,
     emulate,
     emulate_all,
+    flags,
     prepare,
 )
 from .runner import run
@@ -422,6 +423,20 @@ def test_a_threadgroup_of_half_a_simdgroup_more() -> None:
     assert values(y.outputs[0]).tolist() == 2 * ([32.0] * 32 + [16.0] * 16)
 
 
+def test_threadgroup_memory_of_two_bytes() -> None:
+    source = """
+        threadgroup T part[2][32];
+        part[1][i] = T(i);
+        const T own = part[1][i];
+        part[0][i] = float(part[1][i]) + 0.5f;
+        part[0][i] += T(1.0f);
+        y[i] = float(part[0][i]) + float(own) + simd_max(part[1][i]);
+    """
+    for dtype in (mx.float16, mx.bfloat16):
+        y = emulate(launch(source, mx.zeros(8), (32,), T=dtype)).outputs[0]
+        np.testing.assert_array_equal(values(y), np.arange(32) * 2 + 1.5 + 31)
+
+
 def test_barriers_of_two_simdgroups_must_be_one() -> None:
     source = f"if (simdgroup_index_in_threadgroup == 0)\n{BARRIER}\nelse\n{BARRIER}"
     with pytest.raises(
@@ -462,6 +477,8 @@ def test_what_is_not_stored_shows() -> None:
 
 
 def test_a_variable_without_a_value_shows() -> None:
+    if not any("auto-var-init" in flag for flag in flags()):
+        pytest.skip("this compiler leaves such variables as they are")
     source = "float v[4]; for (int i = 1; i < 4; i++) v[i] = 0; y[i] = v[x[0]];"
     x = mx.zeros(8, dtype=mx.int32)
     y = values(emulate(launch(source, x, (32,))).outputs[0])
