@@ -3,7 +3,12 @@
 It shows indexing, packing, barriers, loads per element and arithmetic up to the order of sums. It
 does not show that Apple's compiler takes the source, nor speed, nor exact bits of exp and the like.
 Not emulated: atomics, function constants, textures, grids that are no multiple of the threadgroup,
-`threadgroup T&`, and casts between types of threadgroup memory.
+`threadgroup T&`, and casts between types of threadgroup memory. Not noticed: threads that store to
+the same element of an output (but see `Emulated.stores`), and a lane that leaves an operation out
+in one turn of a loop and meets the others in the next.
+
+What a kernel must spare the emulator: pointers to inputs and outputs are named by `auto` or a
+template's parameter, never by their type.
 """
 
 from __future__ import annotations

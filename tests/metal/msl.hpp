@@ -694,43 +694,10 @@ template <class T, long... sizes> class Shared : public SharedArray<T, sizes...>
 
 }  // namespace msl
 
-// ---- Metal's library ---------------------------------------------------------------------------
+// ---- What lanes do together --------------------------------------------------------------------
 
-template <class To, class From> inline To as_type(From from) { return msl::bits_as<To>(from); }
-template <class To, class T> inline To as_type(msl::Pointer<T>) = delete;
-
-#undef INFINITY
-#undef NAN
-#define INFINITY __builtin_inff()
-#define NAN __builtin_nanf("")
-#define FLT_MAX 0x1.fffffep127f
-#define FLT_MIN 0x1p-126f
-#define M_PI_F 3.14159265358979f
-inline half operator""h(long double value) { return half(float(value)); }
-
-namespace metal {
-
-enum class mem_flags : uint { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };
-constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(uint(a) | uint(b)); }
-
-#define MSL_SITE msl::Site site = msl::Site::here()
-
-inline void threadgroup_barrier(mem_flags flags, MSL_SITE) {
-  msl::runtime.fibers[msl::runtime.current].flags = uint(flags);
-  msl::meet(nullptr, nullptr, site);
-}
-inline void simdgroup_barrier(mem_flags flags, MSL_SITE) {
-  msl::meet(
-      [](void* const* payload, uint32_t active, msl::Site) {
-        msl::Simdgroup& group = msl::simdgroup();
-        if (uint(*static_cast<mem_flags*>(payload[__builtin_ctz(active)])) & 2)
-          group.fence = ++msl::runtime.clock;
-      },
-      &flags, site);
-}
-
-}  // namespace metal
 namespace msl {
+
 // Reductions over the active lanes.
 template <class F, class T> inline T reduce(T value, Site site) {
   meet(
@@ -757,36 +724,7 @@ template <class F, class T> inline T reduce(T value, Site site) {
       &value, site);
   return value;
 }
-}  // namespace msl
-namespace metal {
 
-#define MSL_REDUCTION(name, expression)                                 \
-  struct name##_of {                                                    \
-    template <class T> static T of(T a, T b) { return T(expression); }  \
-  };                                                                    \
-  template <class T, int N>                                             \
-  inline msl::Vector<T, N> name(msl::Vector<T, N> v, MSL_SITE) {        \
-    for (int i = 0; i < N; i++) v[i] = msl::reduce<name##_of>(v[i], site); \
-    return v;                                                           \
-  }                                                                     \
-  MSL_FLOATS(name##_for) MSL_WHOLES(name##_for)
-#define MSL_REDUCE(T, name) \
-  inline T name(T v, MSL_SITE) { return msl::reduce<name##_of>(v, site); }
-#define simd_sum_for(T) MSL_REDUCE(T, simd_sum)
-#define simd_product_for(T) MSL_REDUCE(T, simd_product)
-#define simd_max_for(T) MSL_REDUCE(T, simd_max)
-#define simd_min_for(T) MSL_REDUCE(T, simd_min)
-MSL_REDUCTION(simd_sum, a + b)
-MSL_REDUCTION(simd_product, a * b)
-MSL_REDUCTION(simd_max, a < b ? b : a)
-MSL_REDUCTION(simd_min, b < a ? b : a)
-inline bool simd_any(bool v, MSL_SITE) { return msl::reduce<simd_max_of>(uint(v), site); }
-inline bool simd_all(bool v, MSL_SITE) { return msl::reduce<simd_min_of>(uint(v), site); }
-#undef MSL_REDUCTION
-#undef MSL_REDUCE
-
-}  // namespace metal
-namespace msl {
 template <class T> struct Shuffle {
   T value, taken;
   uint from;
@@ -801,7 +739,7 @@ template <class T> inline T take(T value, uint from, Site site) {
           Shuffle<T>& mine = *static_cast<Shuffle<T>*>(payload[i]);
           if (mine.from >= LANES || (active >> mine.from & 1) == 0)
             return set_error("%s:%d: lane %u takes a value from lane %u, which is not active",
-                                  site.file, site.line, i, mine.from);
+                             site.file, site.line, i, mine.from);
           mine.taken = static_cast<Shuffle<T>*>(payload[mine.from])->value;
         }
       },
@@ -809,66 +747,13 @@ template <class T> inline T take(T value, uint from, Site site) {
   return shuffle.taken;
 }
 inline uint first_lane() { return uint(__builtin_ctz(simdgroup().live)); }
-}  // namespace msl
-namespace metal {
 
-// Where `down` and `up` have no lane to take from, a lane keeps its own value.
-#define MSL_SHUFFLES_OF(HEAD, T)                                                               \
-  HEAD T simd_shuffle(T v, ushort from, MSL_SITE) { return msl::take<T>(v, from, site); }      \
-  HEAD T simd_broadcast(T v, ushort from, MSL_SITE) { return msl::take<T>(v, from, site); }    \
-  HEAD T simd_broadcast_first(T v, MSL_SITE) { return msl::take<T>(v, msl::first_lane(), site); } \
-  HEAD T simd_shuffle_xor(T v, ushort mask, MSL_SITE) {                                        \
-    return msl::take<T>(v, msl::lane() ^ mask, site);                                          \
-  }                                                                                            \
-  HEAD T simd_shuffle_down(T v, ushort delta, MSL_SITE) {                                      \
-    const uint from = msl::lane() + delta;                                                     \
-    return msl::take<T>(v, from < msl::LANES ? from : msl::lane(), site);                      \
-  }                                                                                            \
-  HEAD T simd_shuffle_up(T v, ushort delta, MSL_SITE) {                                        \
-    return msl::take<T>(v, msl::lane() >= delta ? msl::lane() - delta : msl::lane(), site);    \
-  }
-#define MSL_SHUFFLES(T) MSL_SHUFFLES_OF(inline, T)
-MSL_SCALARS(MSL_SHUFFLES)
-#define MSL_VECTOR msl::Vector<T, N>
-#define MSL_TEMPLATE template <class T, int N> inline
-MSL_SHUFFLES_OF(MSL_TEMPLATE, MSL_VECTOR)
-#undef MSL_VECTOR
-#undef MSL_TEMPLATE
-#undef MSL_SHUFFLES
-#undef MSL_SHUFFLES_OF
-
-// ---- 8x8 matrices ------------------------------------------------------------------------------
-
-}  // namespace metal
-namespace msl {
 // Each lane holds two neighbours of a row. Which, MLX's own kernels rely on (steel/gemm/mma.h).
 struct MatrixPlace {
   uint row, column;
   constexpr explicit MatrixPlace(uint lane)
       : row((lane / 4 & 4) + lane / 2 % 4), column((lane / 4 & 2) * 2 + lane % 2 * 2) {}
 };
-}  // namespace msl
-namespace metal {
-
-template <class T, int Columns = 8, int Rows = 8> struct simdgroup_matrix {
-  static_assert(Columns == 8 && Rows == 8, "a simdgroup_matrix has 8 rows and 8 columns");
-  msl::Vector<T, 2> elements;
-  simdgroup_matrix() = default;
-  explicit simdgroup_matrix(T diagonal) : elements(T(0)) {
-    const msl::MatrixPlace at(msl::lane());
-    if (at.row / 2 * 2 == at.column) elements[at.row % 2] = diagonal;
-  }
-  msl::Vector<T, 2>& thread_elements() { return elements; }
-  const msl::Vector<T, 2>& thread_elements() const { return elements; }
-};
-template <class T, int Columns = 8, int Rows = 8>
-inline simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value) {
-  simdgroup_matrix<T, Columns, Rows> matrix;
-  matrix.elements = msl::Vector<T, 2>(value);
-  return matrix;
-}
-}  // namespace metal
-namespace msl {
 inline void all_lanes(Site site) {
   meet(
       [](void* const*, uint32_t active, Site site) {
@@ -908,16 +793,120 @@ inline void multiply(Product& mine, Site site) {
       },
       &mine, site);
 }
+
 }  // namespace msl
+
+// ---- Metal's library ---------------------------------------------------------------------------
+
+template <class To, class From> inline To as_type(From from) { return msl::bits_as<To>(from); }
+template <class To, class T> inline To as_type(msl::Pointer<T>) = delete;
+
+#undef INFINITY
+#undef NAN
+#define INFINITY __builtin_inff()
+#define NAN __builtin_nanf("")
+#define FLT_MAX 0x1.fffffep127f
+#define FLT_MIN 0x1p-126f
+#define M_PI_F 3.14159265358979f
+inline half operator""h(long double value) { return half(float(value)); }
+
 namespace metal {
 
+enum class mem_flags : uint { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };
+constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(uint(a) | uint(b)); }
+
+#define MSL_SITE msl::Site site = msl::Site::here()
+
+inline void threadgroup_barrier(mem_flags flags, MSL_SITE) {
+  msl::runtime.fibers[msl::runtime.current].flags = uint(flags);
+  msl::meet(nullptr, nullptr, site);
+}
+inline void simdgroup_barrier(mem_flags flags, MSL_SITE) {
+  msl::meet(
+      [](void* const* payload, uint32_t active, msl::Site) {
+        msl::Simdgroup& group = msl::simdgroup();
+        if (uint(*static_cast<mem_flags*>(payload[__builtin_ctz(active)])) & 2)
+          group.fence = ++msl::runtime.clock;
+      },
+      &flags, site);
+}
+
+#define MSL_REDUCTION(name, expression)                                    \
+  struct name##_of {                                                       \
+    template <class T> static T of(T a, T b) { return T(expression); }     \
+  };                                                                       \
+  template <class T, int N>                                                \
+  inline msl::Vector<T, N> name(msl::Vector<T, N> v, MSL_SITE) {           \
+    for (int i = 0; i < N; i++) v[i] = msl::reduce<name##_of>(v[i], site); \
+    return v;                                                              \
+  }
+MSL_REDUCTION(simd_sum, a + b)
+MSL_REDUCTION(simd_product, a * b)
+MSL_REDUCTION(simd_max, a < b ? b : a)
+MSL_REDUCTION(simd_min, b < a ? b : a)
+#undef MSL_REDUCTION
+#define MSL_REDUCE(T, name) \
+  inline T name(T v, MSL_SITE) { return msl::reduce<name##_of>(v, site); }
+#define MSL_REDUCTIONS(T)                           \
+  MSL_REDUCE(T, simd_sum) MSL_REDUCE(T, simd_product) \
+  MSL_REDUCE(T, simd_max) MSL_REDUCE(T, simd_min)
+MSL_FLOATS(MSL_REDUCTIONS) MSL_WHOLES(MSL_REDUCTIONS)
+#undef MSL_REDUCTIONS
+#undef MSL_REDUCE
+inline bool simd_any(bool v, MSL_SITE) { return msl::reduce<simd_max_of>(uint(v), site); }
+inline bool simd_all(bool v, MSL_SITE) { return msl::reduce<simd_min_of>(uint(v), site); }
+
+// Where `down` and `up` have no lane to take from, a lane keeps its own value.
+#define MSL_SHUFFLES_OF(HEAD, T)                                                               \
+  HEAD T simd_shuffle(T v, ushort from, MSL_SITE) { return msl::take<T>(v, from, site); }      \
+  HEAD T simd_broadcast(T v, ushort from, MSL_SITE) { return msl::take<T>(v, from, site); }    \
+  HEAD T simd_broadcast_first(T v, MSL_SITE) { return msl::take<T>(v, msl::first_lane(), site); } \
+  HEAD T simd_shuffle_xor(T v, ushort mask, MSL_SITE) {                                        \
+    return msl::take<T>(v, msl::lane() ^ mask, site);                                          \
+  }                                                                                            \
+  HEAD T simd_shuffle_down(T v, ushort delta, MSL_SITE) {                                      \
+    const uint from = msl::lane() + delta;                                                     \
+    return msl::take<T>(v, from < msl::LANES ? from : msl::lane(), site);                      \
+  }                                                                                            \
+  HEAD T simd_shuffle_up(T v, ushort delta, MSL_SITE) {                                        \
+    return msl::take<T>(v, msl::lane() >= delta ? msl::lane() - delta : msl::lane(), site);    \
+  }
+#define MSL_SHUFFLES(T) MSL_SHUFFLES_OF(inline, T)
+MSL_SCALARS(MSL_SHUFFLES)
+#define MSL_VECTOR msl::Vector<T, N>
+#define MSL_TEMPLATE template <class T, int N> inline
+MSL_SHUFFLES_OF(MSL_TEMPLATE, MSL_VECTOR)
+#undef MSL_VECTOR
+#undef MSL_TEMPLATE
+#undef MSL_SHUFFLES
+#undef MSL_SHUFFLES_OF
+
+// ---- 8x8 matrices ------------------------------------------------------------------------------
+
+template <class T, int Columns = 8, int Rows = 8> struct simdgroup_matrix {
+  static_assert(Columns == 8 && Rows == 8, "a simdgroup_matrix has 8 rows and 8 columns");
+  msl::Vector<T, 2> elements;
+  simdgroup_matrix() = default;
+  explicit simdgroup_matrix(T diagonal) : elements(T(0)) {
+    const msl::MatrixPlace at(msl::lane());
+    if (at.row / 2 * 2 == at.column) elements[at.row % 2] = diagonal;
+  }
+  msl::Vector<T, 2>& thread_elements() { return elements; }
+  const msl::Vector<T, 2>& thread_elements() const { return elements; }
+};
+template <class T, int Columns = 8, int Rows = 8>
+inline simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value) {
+  simdgroup_matrix<T, Columns, Rows> matrix;
+  matrix.elements = msl::Vector<T, 2>(value);
+  return matrix;
+}
 template <class D, class A, class B, class C>
 inline void simdgroup_multiply_accumulate(simdgroup_matrix<D>& d, const simdgroup_matrix<A>& a,
                                           const simdgroup_matrix<B>& b,
                                           const simdgroup_matrix<C>& c, MSL_SITE) {
   msl::Product mine = {{float(a.elements.x), float(a.elements.y)},
-                  {float(b.elements.x), float(b.elements.y)},
-                  {float(c.elements.x), float(c.elements.y)}};
+                       {float(b.elements.x), float(b.elements.y)},
+                       {float(c.elements.x), float(c.elements.y)}};
   msl::multiply(mine, site);
   d.elements = {D(mine.sum[0]), D(mine.sum[1])};
 }
@@ -925,8 +914,8 @@ template <class D, class A, class B>
 inline void simdgroup_multiply(simdgroup_matrix<D>& d, const simdgroup_matrix<A>& a,
                                const simdgroup_matrix<B>& b, MSL_SITE) {
   msl::Product mine = {{float(a.elements.x), float(a.elements.y)},
-                  {float(b.elements.x), float(b.elements.y)},
-                  {0.0f, 0.0f}};
+                       {float(b.elements.x), float(b.elements.y)},
+                       {0.0f, 0.0f}};
   msl::multiply(mine, site);
   d.elements = {D(mine.sum[0]), D(mine.sum[1])};
 }
