@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_mtp.kernels.launch import Kernel, Launch, on_metal
 from mlx_mtp.kernels.quantized import HEADER
 
-PARTS = 64  # threadgroups over the keys of a kv head; those without a key end at once
+PARTS = 64  # threadgroups over the keys of all kv heads; those without a key end at once
 MOST_TILES = 8  # of eight rows: what results a threadgroup has registers for
 
 ROWS_HEADER = (
@@ -39,7 +39,7 @@ template <int GROUP> struct Eight<0, GROUP> {
   template <typename W, typename S>
   static METAL_FUNC void read(W part, S scales, S biases, int row, int D, int at,
                               thread float* values) {
-    for (int i = 0; i < 8; i++) values[i] = float(part[row * D + at + i]);
+    UNROLL for (int i = 0; i < 8; i++) values[i] = float(part[row * D + at + i]);
   }
 };
 
@@ -67,7 +67,7 @@ CHUNKS = Kernel(
     r"""
   constexpr int CHUNK = 8 * SIMDS, ROWS = 8 * TILES;
   constexpr int COLUMNS = D / SIMDS, STRIPS = COLUMNS / 32;
-  const int lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
+  const int lane = thread_index_in_simdgroup, simd_gid = simdgroup_index_in_threadgroup;
   const int row = mtp::tile_row(lane), column = mtp::tile_column(lane);
   const int rows = q_shape[2], heads = k_shape[1], slots = k_shape[2];
   const int head = threadgroup_position_in_grid.z;
@@ -90,17 +90,17 @@ CHUNKS = Kernel(
 
   simdgroup_matrix<float, 8, 8> result[TILES][STRIPS * 4];
   float peak[TILES], total[TILES];
-  for (int t = 0; t < TILES; t++) {
+  UNROLL for (int t = 0; t < TILES; t++) {
     peak[t] = -INFINITY;
     total[t] = 0.0f;
-    for (int c = 0; c < STRIPS * 4; c++) result[t][c] = simdgroup_matrix<float, 8, 8>(0.0f);
+    UNROLL for (int c = 0; c < STRIPS * 4; c++) result[t][c] = simdgroup_matrix<float, 8, 8>(0.0f);
   }
 
   for (int start = part * CHUNK; start < end; start += PARTS * CHUNK) {
     simdgroup_matrix<float, 8, 8> score[TILES];
-    for (int t = 0; t < TILES; t++) score[t] = simdgroup_matrix<float, 8, 8>(0.0f);
-    const int key = start + simd * 8 + column;
-    if (start + simd * 8 < end) {
+    UNROLL for (int t = 0; t < TILES; t++) score[t] = simdgroup_matrix<float, 8, 8>(0.0f);
+    const int key = start + simd_gid * 8 + column;
+    if (start + simd_gid * 8 < end) {
       for (int d = 0; d < D; d += 64) {
         float near[8] = {}, far[8] = {};
         const int at = d + 8 * row;
@@ -108,10 +108,10 @@ CHUNKS = Kernel(
           mtp::Eight<BITS, GROUP>::read(keys, key_scales, key_biases, key, D, at, near);
         if (key + 1 < end)
           mtp::Eight<BITS, GROUP>::read(keys, key_scales, key_biases, key + 1, D, at, far);
-        for (int t = 0; t < TILES; t++) {
+        UNROLL for (int t = 0; t < TILES; t++) {
           const int r = t * 8 + row;
           const bool there = row0 + r < rows;
-          for (int i = 0; i < 8; i++) {
+          UNROLL for (int i = 0; i < 8; i++) {
             simdgroup_matrix<float, 8, 8> left, right;
             left.thread_elements()[0] = there ? float(queries[r * D + d + 8 * column + i]) : 0.0f;
             left.thread_elements()[1] =
@@ -123,17 +123,17 @@ CHUNKS = Kernel(
         }
       }
     }
-    for (int t = 0; t < TILES; t++) {
+    UNROLL for (int t = 0; t < TILES; t++) {
       // A row is (query head, token); its token sees the keys up to its own.
       const int last = first + (row0 + t * 8 + row) % TOKENS;
-      for (int e = 0; e < 2; e++)
+      UNROLL for (int e = 0; e < 2; e++)
         if (key + e > last) score[t].thread_elements()[e] = -INFINITY;
       const float most =
           mtp::row_max(max(score[t].thread_elements()[0], score[t].thread_elements()[1]));
-      if (column == 0) highest[simd * ROWS + t * 8 + row] = most;
+      if (column == 0) highest[simd_gid * ROWS + t * 8 + row] = most;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int t = 0; t < TILES; t++) {
+    UNROLL for (int t = 0; t < TILES; t++) {
       const int r = t * 8 + row;
       float most = peak[t];
       for (int s = 0; s < SIMDS; s++) most = max(most, highest[s * ROWS + r]);
@@ -141,34 +141,34 @@ CHUNKS = Kernel(
       const float fade = none ? 1.0f : exp(peak[t] - most);
       peak[t] = most;
       float sum = 0.0f;
-      for (int e = 0; e < 2; e++) {
+      UNROLL for (int e = 0; e < 2; e++) {
         const float weight = none ? 0.0f : exp(score[t].thread_elements()[e] - most);
-        weights[r * CHUNK + simd * 8 + column + e] = T(weight);
+        weights[r * CHUNK + simd_gid * 8 + column + e] = T(weight);
         sum += weight;
       }
       sum = mtp::row_sum(sum);
-      if (column == 0) sums[simd * ROWS + r] = sum;
+      if (column == 0) sums[simd_gid * ROWS + r] = sum;
       total[t] *= fade;
-      for (int c = 0; c < STRIPS * 4; c++)
-        for (int e = 0; e < 2; e++) result[t][c].thread_elements()[e] *= fade;
+      UNROLL for (int c = 0; c < STRIPS * 4; c++)
+        UNROLL for (int e = 0; e < 2; e++) result[t][c].thread_elements()[e] *= fade;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int t = 0; t < TILES; t++)
+    UNROLL for (int t = 0; t < TILES; t++)
       for (int s = 0; s < SIMDS; s++) total[t] += sums[s * ROWS + t * 8 + row];
     for (int j = 0; j < CHUNK && start + j < end; j += 8) {
       const int slot = start + j + row;
-      for (int s = 0; s < STRIPS; s++) {
+      UNROLL for (int s = 0; s < STRIPS; s++) {
         float value[8] = {};
         if (slot < end)
           mtp::Eight<BITS, GROUP>::read(values, value_scales, value_biases, slot, D,
-                                        simd * COLUMNS + 32 * s + 4 * column, value);
-        for (int t = 0; t < TILES; t++) {
+                                        simd_gid * COLUMNS + 32 * s + 4 * column, value);
+        UNROLL for (int t = 0; t < TILES; t++) {
           simdgroup_matrix<float, 8, 8> left, right;
-          for (int e = 0; e < 2; e++) {
+          UNROLL for (int e = 0; e < 2; e++) {
             const T weight = weights[(t * 8 + row) * CHUNK + j + column + e];
             left.thread_elements()[e] = float(weight);
           }
-          for (int c = 0; c < 4; c++) {
+          UNROLL for (int c = 0; c < 4; c++) {
             right.thread_elements()[0] = value[c];
             right.thread_elements()[1] = value[4 + c];
             simdgroup_multiply_accumulate(result[t][4 * s + c], left, right, result[t][4 * s + c]);
@@ -179,19 +179,19 @@ CHUNKS = Kernel(
     // The next chunk's first barrier comes before anything read here is written again.
   }
 
-  for (int t = 0; t < TILES; t++) {
+  UNROLL for (int t = 0; t < TILES; t++) {
     const int r = row0 + t * 8 + row;
     if (r >= rows) continue;
     const size_t place = (size_t(head) * PARTS + part) * rows + r;
-    if (simd == 0 && column == 0) {
+    if (simd_gid == 0 && column == 0) {
       stats[place * 2] = peak[t];
       stats[place * 2 + 1] = total[t];
     }
     if (part * CHUNK >= end) continue;
-    for (int s = 0; s < STRIPS; s++)
-      for (int c = 0; c < 4; c++)
-        for (int e = 0; e < 2; e++)
-          out[place * D + simd * COLUMNS + 32 * s + 4 * (column + e) + c] =
+    UNROLL for (int s = 0; s < STRIPS; s++)
+      UNROLL for (int c = 0; c < 4; c++)
+        UNROLL for (int e = 0; e < 2; e++)
+          out[place * D + simd_gid * COLUMNS + 32 * s + 4 * (column + e) + c] =
               result[t][4 * s + c].thread_elements()[e];
   }
 """,
@@ -261,7 +261,9 @@ def fits(head_dim: int, bits: int) -> bool:
     return head_dim == 512 and bits in (0, 4, 8)
 
 
-def launch_chunks(queries: mx.array, kv: LongKV, length: mx.array, parts: int = PARTS) -> Launch:
+def launch_chunks(
+    queries: mx.array, kv: LongKV, length: mx.array, parts: int | None = None
+) -> Launch:
     """queries [B, heads, T, D], length int32 [B], the position of the first of them (the T newest
     keys are theirs) -> results of every part, float32 [B * kv_heads, parts, rows, D], and its
     softmax's maximum and sum [..., rows, 2]; rows are (query head, token)."""
@@ -270,6 +272,7 @@ def launch_chunks(queries: mx.array, kv: LongKV, length: mx.array, parts: int = 
     blocks = -(-rows // (8 * _most_tiles(queries.dtype)))
     tiles = -(-rows // (8 * blocks))
     simds = 8 if queries.dtype == mx.float32 else 16
+    parts = parts or max(PARTS // kv.kv_heads, 8)
     shape = (B * kv.kv_heads, parts, rows)
     return Launch(
         CHUNKS,

@@ -32,27 +32,27 @@ PAIRS = Kernel(
   for (int start = p; start < end; start += MOST) {
     float sum[OUTS][MOST] = {};
     int row[MOST];
-    for (int m = 0; m < MOST; m++) row[m] = order[min(start + m, end - 1)] / EACH;
+    UNROLL for (int m = 0; m < MOST; m++) row[m] = order[min(start + m, end - 1)] / EACH;
     for (int c = lane; c < K / VALUES; c += 32) {
       float q[OUTS][VALUES];
-      for (int r = 0; r < OUTS; r++) {
+      UNROLL for (int r = 0; r < OUTS; r++) {
         const size_t n = size_t(e) * N + n0 + r;
         const size_t g = n * groups + c * VALUES / GROUP;
         mtp::unpack<BITS, MODE>(
             w + (n * words + c * WORDS), mtp::scale_of<MODE>(scales[g]),
             MODE == mtp::AFFINE ? float(biases[g]) : 0.0f, q[r]);
       }
-      for (int m = 0; m < MOST; m++) {
+      UNROLL for (int m = 0; m < MOST; m++) {
         if (start + m >= end) break;
-        for (int i = 0; i < VALUES; i++) {
+        UNROLL for (int i = 0; i < VALUES; i++) {
           const float xi = float(x[row[m] * K + c * VALUES + i]);
-          for (int r = 0; r < OUTS; r++) sum[r][m] = fma(xi, q[r][i], sum[r][m]);
+          UNROLL for (int r = 0; r < OUTS; r++) sum[r][m] = fma(xi, q[r][i], sum[r][m]);
         }
       }
     }
-    for (int m = 0; m < MOST; m++) {
+    UNROLL for (int m = 0; m < MOST; m++) {
       if (start + m >= end) break;
-      for (int r = 0; r < OUTS; r++) {
+      UNROLL for (int r = 0; r < OUTS; r++) {
         const float total = simd_sum(sum[r][m]);
         if (lane == 0) y[size_t(order[start + m]) * N + n0 + r] = T(total);
       }

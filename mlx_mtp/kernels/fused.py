@@ -16,21 +16,23 @@ import struct
 
 import mlx.core as mx
 
-from mlx_mtp.kernels.launch import Kernel, Launch, on_metal
+from mlx_mtp.kernels.launch import UNROLL, Kernel, Launch, on_metal
 
 READ = 4  # numbers that a thread reads in a row
 MOST_THREADS = 512  # of a row: 1024 are only allowed to a kernel that needs few registers
 MOST_READS = 4  # of a thread, which keeps what it read
 
-SUMS = r"""
+SUMS = (
+    UNROLL
+    + r"""
 namespace mtp {
 
 // The sum over the threadgroup, the same in all threads. `parts` must not be in use.
 template <int SIMDS>
-METAL_FUNC float sum_of_all(float x, threadgroup float* parts, int lane, int simd) {
+METAL_FUNC float sum_of_all(float x, threadgroup float* parts, int lane, int simd_gid) {
   x = simd_sum(x);
   if (SIMDS == 1) return x;
-  if (lane == 0) parts[simd] = x;
+  if (lane == 0) parts[simd_gid] = x;
   threadgroup_barrier(mem_flags::mem_threadgroup);
   return simd_sum(lane < SIMDS ? parts[lane] : 0.0f);
 }
@@ -47,30 +49,31 @@ template <typename T> METAL_FUNC float weighed(float x, float factor, float weig
 
 }  // namespace mtp
 """
+)
 
 # A threadgroup has a row.
 ADD_SOURCE = r"""
   constexpr int SIMDS = THREADS / 32;
-  const int lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
+  const int lane = thread_index_in_simdgroup, simd_gid = simdgroup_index_in_threadgroup;
   const int first = READ * thread_position_in_threadgroup.x;
   const size_t row = size_t(threadgroup_position_in_grid.y) * H;
   threadgroup float parts[SIMDS];
 
   float value[READS][READ] = {}, square = 0.0f;
-  for (int r = 0; r < READS; r++) {
+  UNROLL for (int r = 0; r < READS; r++) {
     const int at = first + r * READ * THREADS;
     if (at >= H) break;
-    for (int i = 0; i < READ; i++) {
+    UNROLL for (int i = 0; i < READ; i++) {
       value[r][i] = float(a[row + at + i]);
       square += value[r][i] * value[r][i];
     }
   }
   const float factor =
-      mtp::norm_factor<H>(mtp::sum_of_all<SIMDS>(square, parts, lane, simd), EPS);
-  for (int r = 0; r < READS; r++) {
+      mtp::norm_factor<H>(mtp::sum_of_all<SIMDS>(square, parts, lane, simd_gid), EPS);
+  UNROLL for (int r = 0; r < READS; r++) {
     const int at = first + r * READ * THREADS;
     if (at >= H) break;
-    for (int i = 0; i < READ; i++) {
+    UNROLL for (int i = 0; i < READ; i++) {
       const float part = mtp::weighed<T>(value[r][i], factor, float(weight[at + i]));
       value[r][i] = float(T(float(x[row + at + i]) + part));
       if (SCALED) value[r][i] = float(T(value[r][i] * float(scale[0])));
@@ -89,14 +92,14 @@ ADD_NORM = Kernel(
     + r"""
   threadgroup float next_parts[SIMDS];  // `parts` may still be read
   square = 0.0f;
-  for (int r = 0; r < READS; r++)
-    for (int i = 0; i < READ; i++) square += value[r][i] * value[r][i];
+  UNROLL for (int r = 0; r < READS; r++)
+    UNROLL for (int i = 0; i < READ; i++) square += value[r][i] * value[r][i];
   const float next_factor =
-      mtp::norm_factor<H>(mtp::sum_of_all<SIMDS>(square, next_parts, lane, simd), EPS);
-  for (int r = 0; r < READS; r++) {
+      mtp::norm_factor<H>(mtp::sum_of_all<SIMDS>(square, next_parts, lane, simd_gid), EPS);
+  UNROLL for (int r = 0; r < READS; r++) {
     const int at = first + r * READ * THREADS;
     if (at >= H) break;
-    for (int i = 0; i < READ; i++)
+    UNROLL for (int i = 0; i < READ; i++)
       normed[row + at + i] =
           T(mtp::weighed<T>(value[r][i], next_factor, float(next_weight[at + i])));
   }
@@ -118,21 +121,21 @@ template <typename T, int D> struct Head {
   template <typename X> METAL_FUNC void read_normed(X x, int lane, int eps) {
     at = lane * PAIRS;
     float square = 0.0f;
-    for (int i = 0; i < PAIRS; i++) {
+    UNROLL for (int i = 0; i < PAIRS; i++) {
       low[i] = float(x[at + i]);
       high[i] = float(x[at + i + D / 2]);
       square += low[i] * low[i];
       square += high[i] * high[i];
     }
     const float factor = norm_factor<D>(simd_sum(square), eps);
-    for (int i = 0; i < PAIRS; i++) {
+    UNROLL for (int i = 0; i < PAIRS; i++) {
       low[i] = float(T(low[i] * factor));
       high[i] = float(T(high[i] * factor));
     }
   }
 
   template <typename W> METAL_FUNC void weigh(W weight) {
-    for (int i = 0; i < PAIRS; i++) {
+    UNROLL for (int i = 0; i < PAIRS; i++) {
       low[i] = float(T(low[i] * float(weight[at + i])));
       high[i] = float(T(high[i] * float(weight[at + i + D / 2])));
     }
@@ -140,7 +143,7 @@ template <typename T, int D> struct Head {
 
   // The arithmetic of mx.fast.rope, whose periods are infinite where nothing turns.
   template <typename P> METAL_FUNC void turn(P periods, int position) {
-    for (int i = 0; i < PAIRS; i++) {
+    UNROLL for (int i = 0; i < PAIRS; i++) {
       const float angle = float(position) * (1.0f / periods[at + i]);
       const float c = fast::cos(angle), s = fast::sin(angle);
       const float x = low[i], y = high[i];
@@ -150,7 +153,7 @@ template <typename T, int D> struct Head {
   }
 
   template <typename Y> METAL_FUNC void write(Y y) {
-    for (int i = 0; i < PAIRS; i++) {
+    UNROLL for (int i = 0; i < PAIRS; i++) {
       y[at + i] = T(low[i]);
       y[at + i + D / 2] = T(high[i]);
     }

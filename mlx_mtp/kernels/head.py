@@ -30,36 +30,36 @@ SCORE = Kernel(
     r"""
   constexpr int VALUES = mtp::Chunk<BITS>::values, WORDS = mtp::Chunk<BITS>::words;
   const int K = x_shape[1], words = K / VALUES * WORDS, groups = K / GROUP;
-  const int lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
+  const int lane = thread_index_in_simdgroup, simd_gid = simdgroup_index_in_threadgroup;
   const int block = threadgroup_position_in_grid.y, blocks = threadgroups_per_grid.y;
   const int m0 = threadgroup_position_in_grid.z;
   int first = block * 64;
   if (CHOSEN)
-    first = (chosen[m0 * (blocks / PER) + block / PER] * PER + block % PER) * 64;
+    first = (int(chosen[m0 * (blocks / PER) + block / PER]) * PER + block % PER) * 64;
   threadgroup float bests[M];
   threadgroup int places[M];
 
   float best = -INFINITY;
-  int place = first + simd * OUTS;
+  int place = first + simd_gid * OUTS;
   for (int n0 = place; n0 < first + 64; n0 += 2 * OUTS) {
     float sum[OUTS][M] = {};
     for (int c = lane; c < K / VALUES; c += 32) {
       float q[OUTS][VALUES];
-      for (int r = 0; r < OUTS; r++) {
+      UNROLL for (int r = 0; r < OUTS; r++) {
         const int g = (n0 + r) * groups + c * VALUES / GROUP;
         mtp::unpack<BITS, MODE>(
             w + (size_t(n0 + r) * words + c * WORDS), mtp::scale_of<MODE>(scales[g]),
             MODE == mtp::AFFINE ? float(biases[g]) : 0.0f, q[r]);
       }
-      for (int m = 0; m < M; m++)
-        for (int i = 0; i < VALUES; i++) {
+      UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int i = 0; i < VALUES; i++) {
           const float xi = float(x[(m0 + m) * K + c * VALUES + i]);
-          for (int r = 0; r < OUTS; r++) sum[r][m] = fma(xi, q[r][i], sum[r][m]);
+          UNROLL for (int r = 0; r < OUTS; r++) sum[r][m] = fma(xi, q[r][i], sum[r][m]);
         }
     }
-    for (int r = 0; r < OUTS; r++) {
+    UNROLL for (int r = 0; r < OUTS; r++) {
       float logit = 0.0f;
-      for (int m = 0; m < M; m++) {
+      UNROLL for (int m = 0; m < M; m++) {
         const float total = simd_sum(sum[r][m]);
         if (lane == m) logit = total;
       }
@@ -73,7 +73,7 @@ SCORE = Kernel(
       const int name = NAMED ? int(names[n0 + r]) : n0 + r;
       const size_t entry = size_t((m0 + lane) / TOKENS) * VOCABULARY + name;
       if (BIASED) logit += float(bias[entry]);
-      if (EARLY && is_early[m0 + lane]) logit += float(early[entry]);
+      if (EARLY && int(is_early[m0 + lane]) != 0) logit += float(early[entry]);
       if (!BEST)
         value[(size_t(m0 + lane) * blocks + block) * 64 + n0 + r - first] = logit;
       // A value that is not a number stays, so that damaged weights are found.
@@ -84,15 +84,15 @@ SCORE = Kernel(
     }
   }
   if (!BEST) {
-    if (lane == 0 && simd == 0) token[m0 * blocks + block] = first;
+    if (lane == 0 && simd_gid == 0) token[m0 * blocks + block] = first;
     return;
   }
-  if (simd == 1 && lane < M) {
+  if (simd_gid == 1 && lane < M) {
     bests[lane] = best;
     places[lane] = place;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (simd == 0 && lane < M) {
+  if (simd_gid == 0 && lane < M) {
     const float other = bests[lane];
     if (other > best || isnan(other) || (other == best && places[lane] < place)) {
       best = other;

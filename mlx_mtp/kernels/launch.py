@@ -15,6 +15,12 @@ import mlx.core as mx
 
 Size = tuple[int, int, int]
 
+# Before loops over what lies in registers: an index that is known only when it runs would have
+# Metal put the array in memory.
+UNROLL = """
+#define UNROLL _Pragma("clang loop unroll(full)")
+"""
+
 
 def on_metal() -> bool:
     """Whether kernels can run here; elsewhere every operation takes its stock way."""

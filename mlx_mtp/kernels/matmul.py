@@ -32,20 +32,20 @@ TILE = Kernel(
   float sum[OUTS][M] = {};
   for (int c = lane; c < K / VALUES; c += 32) {
     float q[OUTS][VALUES];
-    for (int r = 0; r < OUTS; r++) {
+    UNROLL for (int r = 0; r < OUTS; r++) {
       const int g = (n0 + r) * groups + c * VALUES / GROUP;
       mtp::unpack<BITS, MODE>(
           w + ((n0 + r) * words + c * WORDS), mtp::scale_of<MODE>(scales[g]),
           MODE == mtp::AFFINE ? float(biases[g]) : 0.0f, q[r]);
     }
-    for (int m = 0; m < M; m++)
-      for (int i = 0; i < VALUES; i++) {
+    UNROLL for (int m = 0; m < M; m++)
+      UNROLL for (int i = 0; i < VALUES; i++) {
         const float xi = float(x[m * K + c * VALUES + i]);
-        for (int r = 0; r < OUTS; r++) sum[r][m] = fma(xi, q[r][i], sum[r][m]);
+        UNROLL for (int r = 0; r < OUTS; r++) sum[r][m] = fma(xi, q[r][i], sum[r][m]);
       }
   }
-  for (int r = 0; r < OUTS; r++)
-    for (int m = 0; m < M; m++) {
+  UNROLL for (int r = 0; r < OUTS; r++)
+    UNROLL for (int m = 0; m < M; m++) {
       const float total = simd_sum(sum[r][m]);
       if (lane == 0) y[m * N + n0 + r] = T(total);
     }
@@ -65,33 +65,33 @@ MATRIX = Kernel(
   constexpr int TILES = (M + 7) / 8, BLOCKS = 2;
   const int K = x_shape[1], N = w_shape[0];
   const int words = w_shape[1], groups = K / GROUP;
-  const int lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
+  const int lane = thread_index_in_simdgroup, simd_gid = simdgroup_index_in_threadgroup;
   const int row = mtp::tile_row(lane), column = mtp::tile_column(lane);
   const int n0 = threadgroup_position_in_grid.y * 8 * BLOCKS;
   threadgroup float part[SPLIT * BLOCKS * TILES * 64];
 
   simdgroup_matrix<float, 8, 8> sum[BLOCKS][TILES];
-  for (int b = 0; b < BLOCKS; b++)
-    for (int t = 0; t < TILES; t++) sum[b][t] = simdgroup_matrix<float, 8, 8>(0.0f);
-  for (int step = simd; step < K / (8 * VALUES); step += SPLIT) {
+  UNROLL for (int b = 0; b < BLOCKS; b++)
+    UNROLL for (int t = 0; t < TILES; t++) sum[b][t] = simdgroup_matrix<float, 8, 8>(0.0f);
+  for (int step = simd_gid; step < K / (8 * VALUES); step += SPLIT) {
     const int c = step * 8 + row;
     float q[BLOCKS][2][VALUES];
-    for (int b = 0; b < BLOCKS; b++)
-      for (int e = 0; e < 2; e++) {
+    UNROLL for (int b = 0; b < BLOCKS; b++)
+      UNROLL for (int e = 0; e < 2; e++) {
         const int n = n0 + b * 8 + column + e;
         const int g = n * groups + c * VALUES / GROUP;
         mtp::unpack<BITS, MODE>(
             w + (n * words + c * WORDS), mtp::scale_of<MODE>(scales[g]),
             MODE == mtp::AFFINE ? float(biases[g]) : 0.0f, q[b][e]);
       }
-    for (int t = 0; t < TILES; t++) {
+    UNROLL for (int t = 0; t < TILES; t++) {
       const int m = t * 8 + row;
       const int at = m * K + (step * 8 + column) * VALUES;
-      for (int i = 0; i < VALUES; i++) {
+      UNROLL for (int i = 0; i < VALUES; i++) {
         simdgroup_matrix<float, 8, 8> left, right;
         left.thread_elements()[0] = m < M ? float(x[at + i]) : 0.0f;
         left.thread_elements()[1] = m < M ? float(x[at + VALUES + i]) : 0.0f;
-        for (int b = 0; b < BLOCKS; b++) {
+        UNROLL for (int b = 0; b < BLOCKS; b++) {
           right.thread_elements()[0] = q[b][0][i];
           right.thread_elements()[1] = q[b][1][i];
           simdgroup_multiply_accumulate(sum[b][t], left, right, sum[b][t]);
@@ -99,14 +99,14 @@ MATRIX = Kernel(
       }
     }
   }
-  for (int b = 0; b < BLOCKS; b++)
-    for (int t = 0; t < TILES; t++)
-      for (int e = 0; e < 2; e++)
-        part[((simd * BLOCKS + b) * TILES + t) * 64 + row * 8 + column + e] =
+  UNROLL for (int b = 0; b < BLOCKS; b++)
+    UNROLL for (int t = 0; t < TILES; t++)
+      UNROLL for (int e = 0; e < 2; e++)
+        part[((simd_gid * BLOCKS + b) * TILES + t) * 64 + row * 8 + column + e] =
             sum[b][t].thread_elements()[e];
   threadgroup_barrier(mem_flags::mem_threadgroup);
   constexpr int OWN = BLOCKS * TILES * 64;
-  for (int i = simd * 32 + lane; i < OWN; i += SPLIT * 32) {
+  for (int i = simd_gid * 32 + lane; i < OWN; i += SPLIT * 32) {
     float total = 0.0f;
     for (int s = 0; s < SPLIT; s++) total += part[s * OWN + i];
     const int b = i / (TILES * 64), m = i / 64 % TILES * 8 + i / 8 % 8;

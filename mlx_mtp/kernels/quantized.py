@@ -7,11 +7,15 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_mtp.kernels.launch import UNROLL
+
 MODES = {"affine": 0, "mxfp4": 1, "nvfp4": 2}
 BITS = {"affine": (4, 6, 8), "mxfp4": (4,), "nvfp4": (4,)}
 
 # MLX packs along a row, lowest bits first; 6-bit values cross the borders of words.
-HEADER = r"""
+HEADER = (
+    UNROLL
+    + r"""
 namespace mtp {
 
 enum Mode { AFFINE, MXFP4, NVFP4 };
@@ -39,9 +43,9 @@ template <int BITS, int MODE, typename W>
 METAL_FUNC void unpack(W words, float scale, float bias, thread float* values) {
   constexpr int WORDS = Chunk<BITS>::words;
   uint word[WORDS + 1];
-  for (int i = 0; i < WORDS; i++) word[i] = words[i];
+  UNROLL for (int i = 0; i < WORDS; i++) word[i] = words[i];
   word[WORDS] = 0;
-  for (int i = 0; i < Chunk<BITS>::values; i++) {
+  UNROLL for (int i = 0; i < Chunk<BITS>::values; i++) {
     const int at = i * BITS % 32;
     uint q = word[i * BITS / 32] >> at;
     if (at + BITS > 32) q |= word[i * BITS / 32 + 1] << (32 - at);
@@ -56,6 +60,7 @@ METAL_FUNC int tile_column(int lane) { return (lane / 4 & 2) * 2 + lane % 2 * 2;
 
 }  // namespace mtp
 """
+)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,9 @@ def target_config(**changes: Any) -> TargetConfig:
     return TargetConfig.from_dict(raw | changes)
 
 
-def drafter_config(ordered: bool = True, backbone: int = 32, **changes: Any) -> DrafterConfig:
+def drafter_config(
+    ordered: bool = True, backbone: int = 32, centroids: int = 12, **changes: Any
+) -> DrafterConfig:
     text = {
         "model_type": "gemma4_text",
         "vocab_size": VOCAB,
@@ -74,7 +76,7 @@ def drafter_config(ordered: bool = True, backbone: int = 32, **changes: Any) -> 
             "model_type": "gemma4_assistant",
             "backbone_hidden_size": backbone,
             "use_ordered_embeddings": ordered,
-            "num_centroids": 12,
+            "num_centroids": centroids,
             "centroid_intermediate_top_k": 3,
             "text_config": text | changes,
         }

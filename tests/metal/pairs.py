@@ -19,7 +19,7 @@ from mlx_mtp.models.target import Target
 from tests.engine.pairs import drafter_config, randomise, target_config
 from tests.metal.emulator import emulate
 
-VOCAB = 192
+VOCAB = 320  # five blocks of the head, and clusters of as many tokens
 TARGET = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -61,6 +61,7 @@ def make_pair(ordered: bool = False, **changes: Any) -> tuple[Target, Drafter]:
     config = drafter_config(
         ordered,
         backbone=TARGET["hidden_size"],
+        centroids=5,
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=64,

@@ -111,18 +111,18 @@ def test_no_order_of_simdgroups_changes_a_bit():
         emulate_all(attention.launch_join(*chunks.outputs, queries.shape, dtype))
 
 
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 FAULTS = {
     "mask one too far": ("key + e > last", "key + e > last + 1"),
     "mask one too near": ("key + e > last", "key + e >= last"),
     "no mask": ("key + e > last", "false"),
     "tokens and heads mixed up": ("(row0 + t * 8 + row) % TOKENS", "(row0 + t * 8 + row) / TOKENS"),
     "barrier before the weights are read": (
-        "threadgroup_barrier(mem_flags::mem_threadgroup);\n    for (int t = 0; t < TILES; t++)\n"
-        "      for (int s",
+        f"{BARRIER}    UNROLL for (int t = 0; t < TILES; t++)\n      for (int s",
         "for (int t = 0; t < TILES; t++)\n      for (int s",
     ),
     "barrier before the maxima are read": (
-        "threadgroup_barrier(mem_flags::mem_threadgroup);\n    for (int t = 0; t < TILES; t++) {",
+        f"{BARRIER}    UNROLL for (int t = 0; t < TILES; t++) {{",
         "for (int t = 0; t < TILES; t++) {",
     ),
     "results not faded": ("result[t][c].thread_elements()[e] *= fade;", ";"),

@@ -1,0 +1,113 @@
+"""Products with the experts of a mixture, each read once for all of its rows."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from mlx_mtp.kernels import experts
+from mlx_mtp.kernels.quantized import Packed
+from tests.metal.emulator import emulate, emulate_all
+from tests.metal.runner import run
+from tests.metal.shapes import (
+    BOUNDS,
+    FORMATS,
+    TARGETS,
+    caught,
+    edited,
+    error,
+    needs_emulator,
+    numbers,
+    packed,
+)
+
+EXPERTS, TOP, OUTPUTS = 16, 8, 16  # of 128 experts, and of their 704 or 2816 outputs
+MIXTURE = TARGETS["26B-A4B"]
+
+
+def stack(inputs: int, scheme=("affine", 4, 64), dtype=mx.float32) -> Packed:
+    rows = packed(EXPERTS * OUTPUTS, inputs, scheme, dtype)
+    parts = [part.reshape(EXPERTS, OUTPUTS, -1) for part in rows.arrays]
+    biases = None if rows.biases is None else parts[2]
+    return Packed(parts[0], parts[1], biases, rows.bits, rows.group_size, rows.mode)
+
+
+def routed(rows: int, experts_used: int = EXPERTS) -> mx.array:
+    some = mx.random.uniform(shape=(rows, experts_used), key=mx.random.key(rows))
+    return mx.argsort(some, -1)[:, :TOP]
+
+
+def wanted(x: mx.array, weights: Packed, chosen: mx.array) -> mx.array:
+    """Pair by pair, in float32."""
+    matrices = weights.flat.dequantized().reshape(EXPERTS, OUTPUTS, -1)[chosen.flatten()]
+    each = mx.repeat(x.astype(mx.float32), chosen.size // len(x), 0)
+    return (matrices @ each[..., None])[..., 0]
+
+
+@pytest.mark.parametrize("rows", range(1, 10))
+def test_the_mixtures_products_at_every_number_of_rows(rows):
+    """Gate and up take a row for all of its experts, down has one for each."""
+    chosen = routed(rows)
+    for inputs, pairs in ((MIXTURE.hidden, rows), (MIXTURE.moe, rows * TOP)):
+        weights, x = stack(inputs), numbers(pairs, inputs) * inputs**-0.5
+        launch = experts.launch(x, weights, *experts.in_order(chosen))
+        found = run(launch)[0]
+        assert error(found, wanted(x, weights, chosen)) < BOUNDS[mx.float32]
+        assert mx.allclose(
+            experts.multiply(x, weights, *experts.in_order(chosen)), found, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("scheme", FORMATS, ids=lambda s: f"{s[0]}{s[1]}")
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_every_packing_in_every_dtype(scheme, dtype):
+    weights, chosen = stack(704, scheme, dtype), routed(5)
+    x = (numbers(5, 704) / 26).astype(dtype)
+    launch = experts.launch(x, weights, *experts.in_order(chosen))
+    assert error(run(launch)[0], wanted(x, weights, chosen)) < BOUNDS[dtype]
+
+
+@needs_emulator
+def test_an_expert_is_read_once_for_eight_rows_and_not_at_all_without():
+    for rows, times in ((1, 1), (8, 1), (9, 2), (16, 2)):
+        chosen = routed(rows, TOP + 1)  # nearly all rows choose the same
+        x = numbers(rows, 704)
+        loads = emulate(experts.launch(x, stack(704), *experts.in_order(chosen))).loads["w"]
+        for expert in range(EXPERTS):
+            pairs = int((chosen == expert).sum())
+            assert (loads[expert] == -(-pairs // experts.MOST)).all()
+        assert loads.max() == times
+
+
+@needs_emulator
+def test_a_pair_is_bit_for_bit_what_it_is_alone():
+    weights, chosen, x = stack(704), routed(9), numbers(9, 704)
+    together = emulate(experts.launch(x, weights, *experts.in_order(chosen))).outputs[0]
+    for row in (0, 8):
+        order = experts.in_order(chosen[row : row + 1])
+        alone = emulate(experts.launch(x[row : row + 1], weights, *order)).outputs[0]
+        assert mx.array_equal(alone, together[row * TOP : (row + 1) * TOP])
+
+
+FAULTS = {
+    "the pair before": ("order[start + m]) * N", "order[max(start + m - 1, 0)]) * N"),
+    "no leader": ("if (p > 0 && expert[p - 1] == e) return;", "if (p > 0) return;"),
+    "a run too short": ("end < pairs && expert[end] == e", "end < pairs - 1 && expert[end] == e"),
+    "the wrong row": ("/ EACH", "% EACH"),
+    "the next expert": ("size_t(e) * N", "size_t(e ^ 1) * N"),
+}
+
+
+@needs_emulator
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault):
+    weights, chosen, x = stack(704), routed(5, TOP), numbers(5, 704)
+    launch = edited(experts.launch(x, weights, *experts.in_order(chosen)), *FAULTS[fault])
+    assert caught(launch, wanted(x, weights, chosen))
+
+
+@needs_emulator
+def test_no_order_of_simdgroups_changes_a_bit():
+    weights, chosen, x = stack(704), routed(5), numbers(5, 704) / 26
+    found = emulate_all(experts.launch(x, weights, *experts.in_order(chosen))).outputs[0]
+    assert error(found, wanted(x, weights, chosen)) < BOUNDS[mx.float32]
