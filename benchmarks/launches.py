@@ -56,15 +56,13 @@ Counts = dict[str, dict[str, int]]  # by part of the round: launches, and bytes 
 
 def with_kernels(target: Target, drafter: Drafter, layout: KVLayout) -> KVLayout:
     """Switches this project's kernels on wherever they fit; returns the layout to run with."""
-    found, full_ways = [], {}
     for model in (target, drafter):
         wrap(model)
-        found += calibrate.sites(model)
-    found.append(calibrate.attention_site(layout, full_ways.update))
-    for site in found:
-        if site.ways:
-            site.take(dict.fromkeys(calibrate.ROWS, site.ways[-1]))
-    return replace(layout, full_ways=full_ways)
+        for site in calibrate.sites(model):
+            if site.ways and site.take:
+                site.take(dict.fromkeys(calibrate.ROWS, site.ways[-1]))
+    site = calibrate.attention_site(layout)
+    return replace(layout, full_ways=dict.fromkeys(calibrate.ROWS, site.ways[-1]))
 
 
 def share_read(graph: Graph, node: Node, text: TextConfig, slots: int) -> dict[str, float]:

@@ -41,13 +41,13 @@ Model = Target | Drafter
 class Site:
     """A place in a pair where kernels may be used. ways: those that take its shape. sample: inputs
     for so many rows. run: (way, or None for stock; inputs) -> [rows, ...]. take: use these ways,
-    by rows, from now on. Sites with the same key are alike."""
+    by rows, from now on, where that is kept by a module. Sites with the same key are alike."""
 
     key: str
     ways: tuple[str, ...]
     sample: Callable[[int], Inputs]
     run: Callable[[str | None, Inputs], mx.array]
-    take: Callable[[Mapping[int, str]], None]
+    take: Callable[[Mapping[int, str]], None] | None = None
 
 
 @dataclass
@@ -72,13 +72,15 @@ class Calibration:
             if model is not None:
                 wrap(model)
                 found += sites(model)
+        found.append(attention_site(KVLayout(target.config.text, target.dtype)))
         self.settle(found)
 
     def attention(self, text: TextConfig, dtype: mx.Dtype, bits: int | None) -> dict[int, str]:
-        """How blocks attend in full layers, for `KVLayout.full_ways`. WAITS for the device."""
-        ways: dict[int, str] = {}
-        self.settle([attention_site(KVLayout(text, dtype, bits), ways.update)])
-        return ways
+        """How blocks attend in full layers, for `KVLayout.full_ways`. WAITS for the device where
+        this kind of KV was not raced yet."""
+        site = attention_site(KVLayout(text, dtype, bits))
+        self.settle([site])
+        return self.profile.ways(site.key)
 
     def settle(self, found: Iterable[Site]) -> None:
         """Race, keep and install for these sites."""
@@ -89,7 +91,8 @@ class Calibration:
             self._race(alike)
         for key, several in alike.items():
             for site in several:
-                site.take(self.profile.ways(key))
+                if site.take:
+                    site.take(self.profile.ways(key))
 
     def _race(self, alike: Mapping[str, list[Site]]) -> None:
         todo = [
@@ -159,7 +162,7 @@ def product_site(module: RowsLinear, dtype: mx.Dtype) -> Site:
         tuple(name for name, takes in able.items() if takes(max(ROWS), packed)),
         lambda rows: (_numbers(dtype, rows, packed.inputs),),
         lambda way, given: (
-            packed.multiply(*given) if way is None else matmul.multiply(way, *given, packed)
+            packed.multiply(given[0]) if way is None else matmul.multiply(way, given[0], packed)
         ),
         lambda ways: module.take(dict(ways)),
     )
@@ -193,9 +196,9 @@ def norms_site(layer: DecoderLayer, dtype: mx.Dtype) -> Site:
     before, then = layer.post_attention_layernorm, layer.pre_feedforward_layernorm
 
     def run(way: str | None, given: Inputs) -> mx.array:
-        weights = before.weight, None, then.weight
+        x, a = given
         make = fused.reference_add if way is None else fused.add_norm
-        return mx.concatenate(make(*given, *weights, eps=before.eps), -1)
+        return mx.concatenate(make(x, a, before.weight, None, then.weight, eps=before.eps), -1)
 
     def take(ways: Mapping[int, str]) -> None:
         layer.fused = frozenset(ways)
@@ -218,7 +221,7 @@ def heads_site(attn: Attention, text: TextConfig, dtype: mx.Dtype) -> Site:
     def run(way: str | None, given: Inputs) -> mx.array:
         rotate = rotation(text.rope[attn.kind], dim, mx.array([SLOTS]), len(given[0]))
         attn.fused = frozenset(() if way is None else ROWS)
-        parts = [part[0].swapaxes(0, 1) for part in attn.heads_of(*given, 1, rotate)]
+        parts = [part[0].swapaxes(0, 1) for part in attn.heads_of(given[0], 1, rotate)]
         return mx.concatenate(parts, 1)
 
     def take(ways: Mapping[int, str]) -> None:
@@ -277,7 +280,7 @@ def shortlist(model: Model) -> Shortlist | None:
     return Shortlist(table, text.final_logit_softcapping, names)
 
 
-def attention_site(layout: KVLayout, take: Callable[[Mapping[int, str]], None]) -> Site:
+def attention_site(layout: KVLayout) -> Site:
     """Full layers of one KV layout, over SLOTS slots."""
     text, dtype = layout.text, layout.dtype
     heads, kv_heads, dim = text.num_attention_heads, text.kv_heads_of(FULL), text.head_dim_of(FULL)
@@ -294,7 +297,7 @@ def attention_site(layout: KVLayout, take: Callable[[Mapping[int, str]], None]) 
             at = length[:, None, None, None] + mx.arange(tokens)[:, None]
             mask = mx.arange(SLOTS) <= at
             if way is None and not layout.bits:
-                out = by_mlx(queries, *kv, mask)
+                out = by_mlx(queries, kv[0], kv[1], mask)
             else:
                 out = attention(queries, kv_heads, *layout.products(kv), mask)
         return out[0].swapaxes(0, 1)
@@ -307,7 +310,6 @@ def attention_site(layout: KVLayout, take: Callable[[Mapping[int, str]], None]) 
         ways if fit else ways[:-1],
         lambda rows: (_numbers(dtype, rows, heads, dim) * dim**-0.25,),
         run,
-        take,
     )
 
 

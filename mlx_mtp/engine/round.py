@@ -163,8 +163,8 @@ def score(
         rows = hidden.reshape(B * T, -1)
         few = None if shape.sampler == "greedy" else FEW
         found = short.candidates(rows, B, adjust, few, model.clusters_of(rows))
-        values, ids = (part.reshape(B, T, -1) for part in found[:2])
-        return Scores(values, ids, None, found.finite.reshape(B, T))
+        values, tokens = (part.reshape(B, T, -1) for part in found[:2])
+        return Scores(values, tokens, None, found.finite.reshape(B, T))
     logits, ids = model.scores(hidden)
     return Scores(process(logits, ids, places, processors, said), ids, logits, None)
 

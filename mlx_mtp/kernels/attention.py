@@ -246,8 +246,14 @@ class LongKV:
             return self.parts[0], self.parts[1]
         halves = self.parts[:3], self.parts[3:]
         keys, values = (
-            mx.dequantize(words, *(p.astype(mx.float32) for p in scaling), self.group, self.bits)
-            for words, *scaling in halves
+            mx.dequantize(
+                words,
+                scales.astype(mx.float32),
+                biases.astype(mx.float32),
+                self.group,
+                self.bits,
+            )
+            for words, scales, biases in halves
         )
         return keys, values
 

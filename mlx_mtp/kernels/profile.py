@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,11 +17,11 @@ from mlx_mtp.kernels.race import Outcome
 
 
 def data_folder() -> Path:
-    """Where this program keeps what it learns: ~/Library/Application Support/mlx-mtp on a Mac,
-    else $XDG_DATA_HOME/mlx-mtp or ~/.local/share/mlx-mtp."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "mlx-mtp"
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "mlx-mtp"
+    """Where this program keeps what it learns: $XDG_DATA_HOME/mlx-mtp where that is set, else
+    ~/Library/Application Support/mlx-mtp on a Mac, ~/.local/share/mlx-mtp elsewhere."""
+    mac = sys.platform == "darwin"
+    usual = Path("Library", "Application Support") if mac else Path(".local", "share")
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / usual) / "mlx-mtp"
 
 
 def machine() -> dict[str, str]:
@@ -29,7 +30,7 @@ def machine() -> dict[str, str]:
     source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     return {
         "gpu": f"{info.get('device_name', 'none')} {info.get('architecture', '')}".strip(),
-        "mlx": str(mx.__version__),
+        "mlx": metadata.version("mlx"),
         "kernels": hashlib.sha256(source).hexdigest()[:16],
     }
 

@@ -81,11 +81,10 @@ class Packed:
     def of(cls, module: Any) -> Packed | None:
         """The matrix of a quantised mlx.nn module, or None where no kernel reads its packing."""
         bits, mode = getattr(module, "bits", None), getattr(module, "mode", "affine")
-        if bits not in BITS.get(mode, ()):
+        group_size = getattr(module, "group_size", None)
+        if bits not in BITS.get(mode, ()) or group_size is None:
             return None
-        return cls(
-            module.weight, module.scales, module.get("biases"), bits, module.group_size, mode
-        )
+        return cls(module.weight, module.scales, module.get("biases"), bits, group_size, mode)
 
     @property
     def outputs(self) -> int:
@@ -108,17 +107,15 @@ class Packed:
     @property
     def flat(self) -> Packed:
         """A stack of matrices as one of all their rows."""
-        parts = (self.weight, self.scales, self.biases)
         return replace(
             self,
-            **{
-                name: part if part is None else part.reshape(-1, part.shape[-1])
-                for name, part in zip(("weight", "scales", "biases"), parts, strict=True)
-            },
+            weight=self.weight.flatten(0, -2),
+            scales=self.scales.flatten(0, -2),
+            biases=None if self.biases is None else self.biases.flatten(0, -2),
         )
 
     @property
-    def template(self) -> dict[str, int]:
+    def template(self) -> dict[str, mx.Dtype | int | bool]:
         return {"BITS": self.bits, "GROUP": self.group_size, "MODE": MODES[self.mode]}
 
     def multiply(self, x: mx.array) -> mx.array:

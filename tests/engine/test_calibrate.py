@@ -40,7 +40,8 @@ def kinds(entries: list[Contest]) -> set[str]:
 def test_winners_are_used_where_they_won(decided, tmp_path):
     target, drafter = make_pair(ordered=True, **MIXTURE)
     Calibration(tmp_path).prepare(target, drafter)
-    assert kinds(decided) == {"product", "experts", "norms", "heads", "head", "clusters"}
+    wanted = {"product", "experts", "norms", "heads", "head", "clusters", "attention"}
+    assert kinds(decided) == wanted
     won = frozenset({2, 3, 4, 5})
     assert target.shortlist.rows == drafter.shortlist.rows == won
     layer = target.layers[0]

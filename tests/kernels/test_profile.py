@@ -61,5 +61,6 @@ def test_the_folder_is_the_users(monkeypatch, tmp_path):
     assert data_folder() == tmp_path / ".local" / "share" / "mlx-mtp"
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     assert data_folder() == tmp_path / "data" / "mlx-mtp"
+    monkeypatch.delenv("XDG_DATA_HOME")
     monkeypatch.setattr(profiles.sys, "platform", "darwin")
     assert data_folder() == tmp_path / "Library" / "Application Support" / "mlx-mtp"

@@ -78,15 +78,13 @@ def use_everything(target: Target, drafter: Drafter | None, bits: int | None = N
     def all_of(ways: tuple[str, ...]) -> Mapping[int, str]:
         return dict.fromkeys(ALL_ROWS, ways[-1]) if ways else {}
 
-    full_ways: dict[int, str] = {}
     models = [target] if drafter is None else [target, drafter]
     for model in models:
         wrap(model)
         for site in sites(model):
             site.take(all_of(site.ways))
-    site = attention_site(KVLayout(target.config.text, target.dtype, bits), full_ways.update)
-    site.take(all_of(site.ways))
-    return Engine(target, drafter, kv_bits=bits, full_ways=full_ways)
+    site = attention_site(KVLayout(target.config.text, target.dtype, bits))
+    return Engine(target, drafter, kv_bits=bits, full_ways=all_of(site.ways))
 
 
 def through_the_emulator(patch: Any) -> list[str]:
