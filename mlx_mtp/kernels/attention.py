@@ -205,6 +205,8 @@ JOIN = Kernel(
     r"""
   const int d = thread_position_in_grid.x, r = thread_position_in_grid.y;
   const int rows = parts_shape[2], head = r / rows;
+  // Rows lie as (sequence, kv head, query head of it, token); written is (sequence, token, head).
+  const int b = r / TOKENS / HEADS, t = r % TOKENS, h = r / TOKENS % HEADS;
   float peak = -INFINITY;
   for (int p = 0; p < PARTS; p++)
     peak = max(peak, stats[((head * PARTS + p) * rows + r % rows) * 2]);
@@ -216,7 +218,7 @@ JOIN = Kernel(
     total = fma(weight, stats[place * 2 + 1], total);
     sum = fma(weight, parts[place * D + d], sum);
   }
-  out[size_t(r) * D + d] = T(sum / total);
+  out[(size_t(b * TOKENS + t) * HEADS + h) * D + d] = T(sum / total);
 """,
 )
 
@@ -301,16 +303,18 @@ def launch_chunks(
 
 
 def launch_join(parts: mx.array, stats: mx.array, shape: tuple[int, ...], T: mx.Dtype) -> Launch:
-    """The parts of `launch_chunks` -> the result, `shape` is [B, heads, tokens, D]."""
-    heads, count, rows, D = parts.shape
+    """The parts of `launch_chunks` for queries of `shape` [B, heads, tokens, D] -> the result
+    [B, tokens, heads, D], as the product behind it wants it."""
+    kv_heads, count, rows, D = parts.shape
+    B, heads, tokens, _ = shape
     return Launch(
         JOIN,
         (parts, stats),
-        grid=(D, heads * rows, 1),
+        grid=(D, kv_heads * rows, 1),
         threadgroup=(min(D, 256), 1, 1),
-        shapes=[shape],
+        shapes=[(B, tokens, heads, D)],
         dtypes=[T],
-        template={"T": T, "D": D, "PARTS": count},
+        template={"T": T, "D": D, "PARTS": count, "HEADS": heads, "TOKENS": tokens},
     )
 
 
@@ -321,7 +325,7 @@ def attend(queries: mx.array, kv: LongKV, length: mx.array) -> mx.array:
         return reference(queries, kv, length)
     parts, stats = launch_chunks(queries, kv, length).run()
     (out,) = launch_join(parts, stats, queries.shape, queries.dtype).run()
-    return out
+    return out.swapaxes(1, 2)
 
 
 def reference(queries: mx.array, kv: LongKV, length: mx.array) -> mx.array:

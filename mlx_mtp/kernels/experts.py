@@ -25,14 +25,14 @@ PAIRS = Kernel(
   const int lane = thread_index_in_simdgroup;
   const int n0 = thread_position_in_grid.y * OUTS;
   const int p = threadgroup_position_in_grid.z, e = expert[p];
-  if (p > 0 && expert[p - 1] == e) return;
+  if (p > 0 && int(expert[p - 1]) == e) return;
   int end = p + 1;
-  while (end < pairs && expert[end] == e) end++;
+  while (end < pairs && int(expert[end]) == e) end++;
 
   for (int start = p; start < end; start += MOST) {
     float sum[OUTS][MOST] = {};
     int row[MOST];
-    UNROLL for (int m = 0; m < MOST; m++) row[m] = order[min(start + m, end - 1)] / EACH;
+    UNROLL for (int m = 0; m < MOST; m++) row[m] = int(order[min(start + m, end - 1)]) / EACH;
     for (int c = lane; c < K / VALUES; c += 32) {
       float q[OUTS][VALUES];
       UNROLL for (int r = 0; r < OUTS; r++) {
@@ -75,10 +75,10 @@ def fits(packed: Packed) -> bool:
 
 
 def in_order(chosen: mx.array) -> tuple[mx.array, mx.array]:
-    """int [rows, k], the experts of each row -> (pairs in order of expert, their experts), both
-    int32 [rows * k]; pair r * k + j is row r with its j-th expert."""
-    flat = chosen.flatten().astype(mx.int32)
-    order = mx.argsort(flat).astype(mx.int32)
+    """uint32 [rows, k], the experts of each row -> (pairs in order of expert, their experts), both
+    uint32 [rows * k]; pair r * k + j is row r with its j-th expert."""
+    flat = chosen.flatten()
+    order = mx.argsort(flat)
     return order, flat[order]
 
 

@@ -302,7 +302,8 @@ class Router(nn.Module):
         """[rows, H] -> (experts int [rows, k], their weights [rows, k])."""
         x = mx.fast.rms_norm(x, None, self.eps) * self.scale * self.root
         scores = self.proj(x).astype(mx.float32)
-        chosen = mx.argpartition(-scores, self.top_k - 1, axis=-1)[..., : self.top_k]
+        others = scores.shape[-1] - self.top_k
+        chosen = mx.argpartition(scores, others, axis=-1)[..., others:]
         # Softmax over the chosen equals softmax over all, renormalised.
         weights = mx.softmax(mx.take_along_axis(scores, chosen, -1), -1)
         return chosen, weights.astype(x.dtype) * self.per_expert_scale[chosen]
@@ -342,7 +343,7 @@ class Experts(nn.Module):
         inner = gelu(experts.multiply(x, gate, order, expert))
         inner = inner * experts.multiply(x, up, order, expert)
         out = experts.multiply(inner, down, order, expert).reshape(*chosen.shape, -1)
-        return (out * weights[..., None]).sum(-2)
+        return (weights[:, None] @ out).squeeze(1)
 
     def _run(self, x: mx.array, chosen: mx.array, in_order: bool = False) -> mx.array:
         inner = gelu(self.gate_proj(x, chosen, in_order)) * self.up_proj(x, chosen, in_order)

@@ -91,9 +91,9 @@ def test_a_pair_is_bit_for_bit_what_it_is_alone():
 
 FAULTS = {
     "the pair before": ("order[start + m]) * N", "order[max(start + m - 1, 0)]) * N"),
-    "no leader": ("if (p > 0 && expert[p - 1] == e) return;", "if (p > 0) return;"),
-    "a run too short": ("end < pairs && expert[end] == e", "end < pairs - 1 && expert[end] == e"),
-    "the wrong row": ("/ EACH", "% EACH"),
+    "no leader": ("if (p > 0 && int(expert[p - 1]) == e) return;", "if (p > 0) return;"),
+    "a run too short": ("end < pairs && int(expert", "end < pairs - 1 && int(expert"),
+    "the wrong row": (") / EACH", ") % EACH"),
     "the next expert": ("size_t(e) * N", "size_t(e ^ 1) * N"),
 }
 
