@@ -16,6 +16,7 @@ from mlx_mtp.engine.kv import (
     KVLayout,
     attended,
     attention,
+    by_mlx,
     capacity_for,
 )
 from mlx_mtp.engine.requests import Request
@@ -212,3 +213,32 @@ def test_full_layers_only_and_sliding_layers_only():
         wanted = plain(only, PROMPT, 280)
         drafter = ScriptedDrafter([PROMPT + wanted], lambda _, p: p % 3 == 0)
         assert run(Engine(only, drafter), Request(PROMPT, 280)) == [wanted]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 1, 64), (8, 2, 64), (8, 1, 512)])
+def test_blocks_are_split_into_calls_that_mlx_has_fused_kernels_for(
+    monkeypatch, heads, kv_heads, head_dim
+):
+    """At most 8 tokens, and 32 rows of a kv head; wider heads have none for several tokens."""
+    calls, whole = [], mx.fast.scaled_dot_product_attention
+
+    def counted(queries, keys, values, **how):
+        calls.append(queries.shape[2])
+        return whole(queries, keys, values, **how)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", counted)
+    keys, values = (
+        mx.random.normal((2, kv_heads, 40, head_dim), key=mx.random.key(i)) for i in (1, 2)
+    )
+    for tokens in (1, 4, 5, 9):
+        queries = mx.random.normal((2, heads, tokens, head_dim), key=mx.random.key(3)) * 0.1
+        at = mx.array([20, 9])[:, None] + mx.arange(tokens)
+        mask = mx.arange(40) <= at[:, None, :, None]
+        calls.clear()
+        found = by_mlx(queries, keys, values, mask)
+        assert sum(calls) == tokens
+        if head_dim <= 256:
+            assert max(calls) <= min(8, 32 * kv_heads // heads)
+        else:
+            assert calls == [tokens]
+        assert mx.allclose(found, whole(queries, keys, values, scale=1.0, mask=mask), atol=1e-5)
