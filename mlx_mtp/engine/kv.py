@@ -310,14 +310,18 @@ class View:
     def attend(self, key: KVKey, queries: mx.array) -> mx.array:
         """[B, heads, T, D] over what is committed and what this pass wrote."""
         layer = self.layer(key)
-        return self.attend_layer(layer, queries, self.masks[self.layout.text.layer_types[layer]])
+        mask = self.masks[self.layout.text.layer_types[layer]]
+        return self.attend_layer(layer, queries, self.offset, mask)
 
-    def attend_layer(self, layer: int, queries: mx.array, mask: mx.array) -> mx.array:
+    def attend_layer(
+        self, layer: int, queries: mx.array, offset: mx.array, mask: mx.array
+    ) -> mx.array:
+        """`attend` for queries from positions `offset` [B] on."""
         way = None
         if self.layout.text.layer_types[layer] == FULL:
             way = self.layout.full_ways.get(queries.shape[2])
         if way == "kernel":
-            return attend(queries, self.layout.long_kv(self.buffers[layer]), self.offset)
+            return attend(queries, self.layout.long_kv(self.buffers[layer]), offset)
         kv = self.read(layer)
         if len(kv) == 2 and not on_cpu() and way is None:
             return by_mlx(queries, *kv, mask)
@@ -428,7 +432,7 @@ class PrefillView(View):
                 # One after the other: MLX would hold the scores of several.
                 some = mx.depends(some, pieces[-1])
             mask = mx.arange(self.slots) <= at[:, None, :, None]
-            pieces.append(self.attend_layer(layer, some, mask))
+            pieces.append(self.attend_layer(layer, some, self.offset + start, mask))
         return mx.concatenate(pieces, 2)
 
     def read(self, layer: int) -> LayerKV:

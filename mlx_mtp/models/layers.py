@@ -302,8 +302,7 @@ class Router(nn.Module):
         """[rows, H] -> (experts int [rows, k], their weights [rows, k])."""
         x = mx.fast.rms_norm(x, None, self.eps) * self.scale * self.root
         scores = self.proj(x).astype(mx.float32)
-        others = scores.shape[-1] - self.top_k
-        chosen = mx.argpartition(scores, others, axis=-1)[..., others:]
+        chosen = mx.argpartition(-scores, self.top_k - 1, axis=-1)[..., : self.top_k]
         # Softmax over the chosen equals softmax over all, renormalised.
         weights = mx.softmax(mx.take_along_axis(scores, chosen, -1), -1)
         return chosen, weights.astype(x.dtype) * self.per_expert_scale[chosen]

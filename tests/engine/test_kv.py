@@ -206,6 +206,20 @@ def test_a_chunk_in_pieces_is_the_same_chunk(target, monkeypatch):
     assert mx.allclose(forward(target, PROMPT * 20), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("way", ["folded", "kernel"])
+def test_a_piece_of_a_chunk_attends_as_a_block_of_its_length_does(target, monkeypatch, way):
+    """The kernel takes no mask: it must be told where the piece begins, not the chunk."""
+    layout = KVLayout(target.config.text, mx.float32)
+    ways = KVLayout(target.config.text, mx.float32, full_ways={1: way, 2: way})
+    monkeypatch.setattr(kv, "CPU_SCORES", 0)  # pieces of two tokens
+    ids = mx.array([(PROMPT * 20)[: BLOCK + 6]])
+    hidden = [
+        target(ids, each.view(each.allocate(1, 256), mx.array([0]), ids.shape[1], 0))
+        for each in (layout, ways)
+    ]
+    assert mx.allclose(*hidden, atol=1e-4)
+
+
 def test_full_layers_only_and_sliding_layers_only():
     """Capacity is a matter of full layers; a target without them never grows."""
     for kinds in ([FULL, FULL], [SLIDING, SLIDING]):
