@@ -207,8 +207,9 @@ def test_a_chunk_in_pieces_is_the_same_chunk(target, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["folded", "kernel"])
-def test_a_piece_of_a_chunk_attends_as_a_block_of_its_length_does(target, monkeypatch, way):
+def test_a_piece_of_a_chunk_attends_as_a_block_of_its_length_does(monkeypatch, way):
     """The kernel takes no mask: it must be told where the piece begins, not the chunk."""
+    target = make_target(global_head_dim=32)
     layout = KVLayout(target.config.text, mx.float32)
     ways = KVLayout(target.config.text, mx.float32, full_ways={1: way, 2: way})
     monkeypatch.setattr(kv, "CPU_SCORES", 0)  # pieces of two tokens
