@@ -66,6 +66,7 @@ CHUNKS = Kernel(
     ("out", "stats"),
     r"""
   constexpr int CHUNK = 8 * SIMDS, ROWS = 8 * TILES;
+  constexpr int LINE = CHUNK + 8;  // so that eight rows lie in different banks
   constexpr int COLUMNS = D / SIMDS, STRIPS = COLUMNS / 32;
   const int lane = thread_index_in_simdgroup, simd_gid = simdgroup_index_in_threadgroup;
   const int row = mtp::tile_row(lane), column = mtp::tile_column(lane);
@@ -84,9 +85,8 @@ CHUNKS = Kernel(
   const auto value_scales = v_scales + (BITS ? above * (D / GROUP) : 0);
   const auto value_biases = v_biases + (BITS ? above * (D / GROUP) : 0);
 
-  threadgroup T weights[ROWS * CHUNK];
+  threadgroup T weights[ROWS * LINE];
   threadgroup float highest[SIMDS * ROWS];
-  threadgroup float sums[SIMDS * ROWS];
 
   simdgroup_matrix<float, 8, 8> result[TILES][STRIPS * 4];
   float peak[TILES], total[TILES];
@@ -143,18 +143,14 @@ CHUNKS = Kernel(
       float sum = 0.0f;
       UNROLL for (int e = 0; e < 2; e++) {
         const float weight = none ? 0.0f : exp(score[t].thread_elements()[e] - most);
-        weights[r * CHUNK + simd_gid * 8 + column + e] = T(weight);
+        weights[r * LINE + simd_gid * 8 + column + e] = T(weight);
         sum += weight;
       }
-      sum = mtp::row_sum(sum);
-      if (column == 0) sums[simd_gid * ROWS + r] = sum;
-      total[t] *= fade;
+      total[t] = fma(total[t], fade, mtp::row_sum(sum));  // of this simdgroup's keys
       UNROLL for (int c = 0; c < STRIPS * 4; c++)
         UNROLL for (int e = 0; e < 2; e++) result[t][c].thread_elements()[e] *= fade;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    UNROLL for (int t = 0; t < TILES; t++)
-      for (int s = 0; s < SIMDS; s++) total[t] += sums[s * ROWS + t * 8 + row];
     for (int j = 0; j < CHUNK && start + j < end; j += 8) {
       const int slot = start + j + row;
       UNROLL for (int s = 0; s < STRIPS; s++) {
@@ -165,7 +161,7 @@ CHUNKS = Kernel(
         UNROLL for (int t = 0; t < TILES; t++) {
           simdgroup_matrix<float, 8, 8> left, right;
           UNROLL for (int e = 0; e < 2; e++) {
-            const T weight = weights[(t * 8 + row) * CHUNK + j + column + e];
+            const T weight = weights[(t * 8 + row) * LINE + j + column + e];
             left.thread_elements()[e] = float(weight);
           }
           UNROLL for (int c = 0; c < 4; c++) {
@@ -179,13 +175,19 @@ CHUNKS = Kernel(
     // The next chunk's first barrier comes before anything read here is written again.
   }
 
+  // `highest` was last read before the loop's last barrier.
+  UNROLL for (int t = 0; t < TILES; t++)
+    if (column == 0) highest[simd_gid * ROWS + t * 8 + row] = total[t];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
   UNROLL for (int t = 0; t < TILES; t++) {
     const int r = row0 + t * 8 + row;
     if (r >= rows) continue;
     const size_t place = (size_t(head) * PARTS + part) * rows + r;
     if (simd_gid == 0 && column == 0) {
+      float sum = 0.0f;
+      for (int s = 0; s < SIMDS; s++) sum += highest[s * ROWS + t * 8 + row];
       stats[place * 2] = peak[t];
-      stats[place * 2 + 1] = total[t];
+      stats[place * 2 + 1] = sum;
     }
     if (part * CHUNK >= end) continue;
     UNROLL for (int s = 0; s < STRIPS; s++)

@@ -16,6 +16,9 @@ BITS = {"affine": (4, 6, 8), "mxfp4": (4,), "nvfp4": (4,)}
 HEADER = (
     UNROLL
     + r"""
+#include <metal_simdgroup>
+#include <metal_simdgroup_matrix>
+
 namespace mtp {
 
 enum Mode { AFFINE, MXFP4, NVFP4 };

@@ -67,6 +67,33 @@ def test_every_place_of_the_end_within_a_chunk(length, dtype):
     check(block(1, 4, 5, dtype), long_kv(1, 1, 256, dtype), mx.array([length]))
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_a_block_that_reaches_behind_the_last_slot_sees_the_slots_there_are(dtype):
+    check(block(1, 4, 5, dtype), long_kv(1, 1, 64, dtype), mx.array([61]))
+
+
+def test_scores_may_all_be_far_below_zero():
+    """The maximum is that of the scores, not of the scores and zero."""
+    keys, values = long_kv(1, 1, 256, mx.float32).parts
+    kv, queries, length = LongKV((keys + 1, values), D), mx.full((1, 4, 2, D), -0.4), mx.array([90])
+    wanted = attention.reference(queries, kv, length)
+    assert error(attend(queries, kv, length), wanted) < 1e-4  # scores near -200 have fewer digits
+
+
+@needs_emulator
+def test_rows_of_a_batch_may_lie_further_apart_than_an_int_counts():
+    launch = attention.launch_chunks(
+        block(2, 1, 1, mx.float32), long_kv(2, 1, 64, mx.float32), mx.array([3, 3])
+    )
+    with pytest.raises(EmulationError, match=f"k is used at {2**39},"):
+        emulate(edited(launch, "slots = k_shape[2]", "slots = 1 << 30"))
+
+
+def test_other_head_dims_and_packings_are_left_to_mlx():
+    assert [bits for bits in (0, 2, 3, 4, 5, 6, 8) if attention.fits(D, bits)] == [0, 4, 8]
+    assert not any(attention.fits(dim, 0) for dim in (64, 128, 256, 1024))
+
+
 def test_more_chunks_than_parts():
     """Every part then has keys to add to what it has."""
     slots = 8 * 8 * (attention.PARTS + 3)
@@ -82,7 +109,7 @@ def test_rows_of_a_batch_have_their_own_lengths():
 
 @needs_emulator
 def test_each_key_and_value_is_read_once_for_up_to_64_rows_and_none_behind_the_text():
-    for heads, tokens, bits in ((8, 8, 0), (16, 4, 0), (8, 4, 8), (8, 4, 4)):
+    for heads, tokens, bits in ((8, 8, 0), (8, 7, 0), (16, 4, 0), (8, 4, 8), (8, 3, 4)):
         kv = long_kv(1, 1, 256, mx.bfloat16, bits)
         queries = block(1, heads, tokens, mx.bfloat16)
         loads = emulate(attention.launch_chunks(queries, kv, mx.array([150]))).loads
@@ -118,16 +145,18 @@ FAULTS = {
     "mask one too near": ("key + e > last", "key + e >= last"),
     "no mask": ("key + e > last", "false"),
     "tokens and heads mixed up": ("(row0 + t * 8 + row) % TOKENS", "(row0 + t * 8 + row) / TOKENS"),
-    "barrier before the weights are read": (
-        f"{BARRIER}    UNROLL for (int t = 0; t < TILES; t++)\n      for (int s",
-        "for (int t = 0; t < TILES; t++)\n      for (int s",
+    "barrier before the weights are read": (f"{BARRIER}    for (int j", "for (int j"),
+    "barrier before the sums are read": (
+        f"{BARRIER}  UNROLL for (int t = 0; t < TILES; t++) {{\n    const int r = row0",
+        "for (int t = 0; t < TILES; t++) {\n    const int r = row0",
     ),
     "barrier before the maxima are read": (
-        f"{BARRIER}    UNROLL for (int t = 0; t < TILES; t++) {{",
-        "for (int t = 0; t < TILES; t++) {",
+        f"{BARRIER}    UNROLL for (int t = 0; t < TILES; t++) {{\n      const int r = t",
+        "for (int t = 0; t < TILES; t++) {\n      const int r = t",
     ),
     "results not faded": ("result[t][c].thread_elements()[e] *= fade;", ";"),
-    "sums not faded": ("total[t] *= fade;", ";"),
+    "sums not faded": ("fma(total[t], fade,", "fma(total[t], 1.0f,"),
+    "one simdgroup's sum": ("s < SIMDS; s++) sum +=", "s < 1; s++) sum +="),
     "half a row's sum": ("return x + simd_shuffle_xor(x, 8);", "return x;"),
     "the neighbour's columns": ("+ 4 * (column + e) + c", "+ 4 * column + 2 * c + e"),
     "a kv head too low": ("head / heads", "head"),
