@@ -69,6 +69,14 @@ def find_pair(
     return found
 
 
+def source_of(model: str, revision: str | None = None) -> Source:
+    """Where a folder, a hub id or a short name leads. Raises LoadError, UsageError."""
+    short = known.SHORT.get(model.lower()) if not Path(model).exists() else None
+    if short is not None:
+        model, revision = short.target, revision or short.target_revision
+    return _source(model, revision, "target")
+
+
 def _source(model: str | None, revision: str | None, embedded: str) -> Source:
     if model is None:
         if not (TINY / embedded).is_dir():
@@ -119,7 +127,9 @@ def _candidates(
     if by_shape is not None:
         ids.setdefault(by_shape, "found by shape")
     if isinstance(target, Folder):
-        # A folder never sends us to the network: its neighbours, then what the hub cache has.
+        # A folder never sends us to the network: itself, its neighbours, then the hub cache.
+        if (target.path / "drafter" / "config.json").is_file():
+            yield Folder(target.path / "drafter"), "inside the model's folder"
         yield from _neighbours(target.path, by_name)
         for hub_id, why in ids.items():
             cached = cached_snapshot(cache_folder(hub_id), revision or "main")

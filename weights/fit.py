@@ -143,4 +143,4 @@ def set_memory_limits(weights: int, headroom: int) -> tuple[Callable[[], None], 
 
 
 def gb(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

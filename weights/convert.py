@@ -1,0 +1,382 @@
+"""Checkpoints into a pair that loads at once, packed on the way if asked.
+
+Nothing is held but a few blocks of rows: the headers say what every output will be and where it
+lies (`jobs`), so blocks go from file to file through MLX's quantiser, on a thread for every core. A
+folder is written under another name and renamed at the end; its config.json comes last, so that
+what a kill leaves does not load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from mlx_mtp.config import DRAFTER_TYPES, TargetConfig
+from mlx_mtp.errors import FitError, MtpError, UsageError
+from mlx_mtp.models.layers import cores
+from mlx_mtp.weights import fit
+from mlx_mtp.weights.checkpoint import INDEX, Checkpoint, Folder, Progress
+from mlx_mtp.weights.find import Found, find_pair, source_of
+from mlx_mtp.weights.jobs import DTYPES, Job, Side, Slot, side_of
+from mlx_mtp.weights.planned import Planned, plan_drafter, plan_target
+from mlx_mtp.weights.recipe import Recipe
+
+SHARD = 4 << 30  # bytes of a weight file at most, but for a larger tensor
+FORMAT = 1  # of mlx_mtp.json
+
+
+@dataclass(frozen=True)
+class How:
+    """What is asked of a conversion. dtype: of floats, a key of DTYPES, None as stored.
+    requantize: pack what is packed already. Raises UsageError."""
+
+    recipe: Recipe | None = None
+    dtype: str | None = None
+    requantize: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, *DTYPES):
+            raise UsageError(f"dtype is {self.dtype}; it must be {', '.join(DTYPES)}")
+
+    def side(self, planned: Planned[Any], place: str) -> Side:
+        dtype = DTYPES[self.dtype] if self.dtype else None
+        return side_of(planned, place, self.recipe, dtype, self.requantize)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Sides to write, and how; target is None for a drafter alone."""
+
+    how: How
+    target: Side | None
+    drafter: Side | None
+    notices: list[str] = field(default_factory=list)
+
+    @property
+    def sides(self) -> list[Side]:
+        return [side for side in (self.target, self.drafter) if side is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(side.nbytes for side in self.sides)
+
+    @property
+    def to_download(self) -> int:
+        return sum(side.planned.source.to_download(side.files) for side in self.sides)
+
+    def summary(self, out: Path) -> str:
+        """One line before anything is done."""
+        names = " and ".join(side.planned.source.name for side in self.sides)
+        read = fit.gb(sum(side.read for side in self.sides))
+        load = f", {fit.gb(self.to_download)} to download" if self.to_download else ""
+        free = fit.gb(shutil.disk_usage(_existing(out)).free)
+        return f"{names}: {read}{load}, to {fit.gb(self.nbytes)} in {out} ({free} free there)"
+
+    def fetch(self, progress: Progress | None) -> Conversion:
+        """The same from files on this disk, after a download where needed. Their own headers say
+        where data begin, and the data whether they lie on a grid. Raises LoadError."""
+        sides: list[Side] = []
+        for side in self.sides:
+            source = side.planned.source
+            folder = source.fetch(side.files, progress)
+            checkpoint = Checkpoint.open(Folder(folder, source.name, source.revision))
+            make = plan_target if side is self.target else plan_drafter
+            sides.append(self.how.side(make(checkpoint), side.place))
+        target = sides[0] if self.target else None
+        return Conversion(self.how, target, sides[-1] if self.drafter else None, self.notices)
+
+
+def plan(
+    model: str,
+    how: How,
+    *,
+    drafter: str | None = "auto",
+    revision: str | None = None,
+    drafter_revision: str | None = None,
+) -> Conversion:
+    """What to write, from configs and headers. Arguments as `load.load_pair` takes them; model may
+    be a drafter, which is then converted alone. Raises LoadError, PairError, UsageError."""
+    first = Checkpoint.open(source_of(model, revision))
+    if first.config.get("model_type") in DRAFTER_TYPES:
+        if drafter not in (None, "auto"):
+            raise UsageError(f"{first.name} is a drafter itself; a drafter has none")
+        alone = plan_drafter(first)
+        conversion = Conversion(how, None, how.side(alone, ""), alone.notices)
+    else:
+        found = find_pair(model, drafter, revision, drafter_revision)
+        own = how.side(found.drafter, "drafter") if found.drafter else None
+        notices = [*found.notices, *found.target.notices]
+        notices += found.drafter.notices if found.drafter else []
+        conversion = Conversion(how, how.side(found.target, ""), own, notices)
+    if how.recipe is not None:
+        how.recipe.check_used()
+    return conversion
+
+
+def check_place(out: Path, conversion: Conversion, force: bool) -> None:
+    """Raises UsageError where `out` is there already, FitError where its disk has too little room
+    for it beside what is still to be downloaded there."""
+    if out.exists() and not force:
+        raise UsageError(f"{out} is there already; --force replaces it")
+    if out.exists() and not (out / "config.json").is_file() and any(out.iterdir()):
+        raise UsageError(f"{out} holds something that is no checkpoint; it is not replaced")
+    for side in conversion.sides:
+        source = Path(side.planned.source.where("config.json")).parent
+        if source.resolve().is_relative_to(out.resolve()):
+            raise UsageError(f"{out} holds the source {source}; it is never written to")
+    needed = conversion.nbytes + conversion.to_download
+    free = shutil.disk_usage(_existing(out)).free
+    if free - needed < fit.DISK_RESERVE:
+        raise FitError(
+            f"the conversion needs {fit.gb(needed)} and would leave "
+            f"{fit.gb(max(free - needed, 0))} of {fit.gb(free)} free on the disk of {out}; 2 GB "
+            "are to stay free"
+        )
+
+
+def write(conversion: Conversion, out: Path, progress: Progress | None = None) -> None:
+    """Writes `out` from a conversion that was fetched; it replaces a folder of that name once all
+    is there. Raises LoadError, MtpError for a disk that fails or is full."""
+    tell = progress or (lambda *_: None)
+    try:
+        with _staged(out) as stage:
+            hashes: dict[str, str] = {}
+            total = sum(side.read for side in conversion.sides)
+            done = 0
+            for side in conversion.sides:
+                folder = side.planned.source.disk
+                place = stage / side.place
+                place.mkdir(exist_ok=True)
+                for count in _write_weights(side, folder, place):
+                    done += count
+                    tell(f"write {out.name}", min(done, total), total)
+                _write_beside(side, folder, place)
+            (stage / "README.md").write_text(_card(conversion, out.name), "utf-8")
+            for path in sorted(p for p in stage.rglob("*") if p.is_file()):
+                hashes[path.relative_to(stage).as_posix()] = sha256(path)
+            _write_json(stage / "mlx_mtp.json", _manifest(conversion, hashes))
+            for side in reversed(conversion.sides):
+                place = stage / side.place
+                (place / "config.json.part").rename(place / "config.json")
+    except OSError as error:
+        raise MtpError(f"{out} cannot be written: {error.strerror or error}") from None
+
+
+@contextmanager
+def _staged(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes it at the end, and is gone if there was none."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for left in out.parent.glob(f".{out.name}.part-*"):
+        if not _runs(left.name.rpartition("-")[2]):
+            shutil.rmtree(left, ignore_errors=True)
+    stage = out.parent / f".{out.name}.part-{os.getpid()}"
+    stage.mkdir()
+    try:
+        yield stage
+        if out.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old-", dir=out.parent))
+            out.rename(old / "was")
+            stage.rename(out)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            stage.rename(out)
+    except BaseException:
+        shutil.rmtree(stage, ignore_errors=True)
+        raise
+
+
+def _runs(pid: str) -> bool:
+    """Whether another process of that number may still be writing."""
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _write_weights(side: Side, folder: Path, place: Path) -> Iterator[int]:
+    """Writes all shards and the index; gives the bytes of source that are done, as they come."""
+    shards = _shards(side.jobs)
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    weight_map: dict[str, str] = {}
+    for name, jobs in zip(names, shards, strict=True):
+        yield from _write_shard(side, jobs, folder, place / name)
+        weight_map.update((slot.name, name) for job in jobs for slot in job.slots)
+    index = {"metadata": {"total_size": side.nbytes}, "weight_map": weight_map}
+    _write_json(place / INDEX, index)
+
+
+def _shards(jobs: list[Job]) -> list[list[Job]]:
+    """Jobs in files of at most SHARD bytes."""
+    shards: list[list[Job]] = [[]]
+    size = 0
+    for job in jobs:
+        own = sum(slot.nbytes for slot in job.slots)
+        if shards[-1] and size + own > SHARD:
+            shards.append([])
+            size = 0
+        shards[-1].append(job)
+        size += own
+    return shards
+
+
+def _write_shard(side: Side, jobs: list[Job], folder: Path, path: Path) -> Iterator[int]:
+    slots = [slot for job in jobs for slot in job.slots]
+    header, starts = _header(slots, "pt" if side.quantization is None else "mlx")
+    with path.open("wb") as file, ThreadPoolExecutor(cores()) as pool:
+        file.write(header)
+        file.truncate(len(header) + sum(slot.nbytes for slot in slots))
+        file.flush()
+        descriptor = file.fileno()
+
+        def work(job: Job, begin: int, end: int, row: int) -> int:
+            for slot, data in zip(job.slots, job.convert(folder, begin, end), strict=True):
+                _write_at(descriptor, data, len(header) + starts[slot.name] + row * slot.row_bytes)
+            rows = end - begin
+            return sum(t.nbytes * rows // job.rows for t in job.sources)
+
+        running: set[Future[int]] = set()
+        try:
+            for job in jobs:
+                for block in job.blocks():
+                    running.add(pool.submit(work, job, *block))
+                    if len(running) > 2 * cores():
+                        done, running = wait(running, return_when=FIRST_COMPLETED)
+                        yield sum(future.result() for future in done)
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                yield sum(future.result() for future in done)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        os.fsync(descriptor)
+
+
+def _write_at(descriptor: int, data: bytes, at: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, at)
+        view, at = view[written:], at + written
+
+
+def _header(slots: list[Slot], form: str) -> tuple[bytes, dict[str, int]]:
+    """A safetensors header, and where each tensor begins behind it."""
+    entries: dict[str, Any] = {"__metadata__": {"format": form}}
+    starts, at = {}, 0
+    for slot in slots:
+        starts[slot.name] = at
+        entries[slot.name] = {
+            "dtype": slot.dtype,
+            "shape": list(slot.shape),
+            "data_offsets": [at, at + slot.nbytes],
+        }
+        at += slot.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, starts
+
+
+def _write_beside(side: Side, folder: Path, place: Path) -> None:
+    """The other files of the checkpoint, byte for byte, and its config under another name."""
+    for name in side.beside:
+        shutil.copyfile(folder / name, place / name)
+    config = place / "config.json.part"
+    if side.quantization is None:
+        shutil.copyfile(folder / "config.json", config)
+        return
+    raw = dict(side.planned.checkpoint.config)
+    _write_json(
+        config, raw | dict.fromkeys(("quantization", "quantization_config"), side.quantization)
+    )
+
+
+def _manifest(conversion: Conversion, hashes: dict[str, str]) -> dict[str, Any]:
+    def origin(side: Side | None) -> dict[str, Any] | None:
+        source = side.planned.source if side else None
+        return {"source": source.name, "revision": source.revision} if source else None
+
+    recipe = conversion.how.recipe
+    return {
+        "format": FORMAT,
+        "made_by": f"mlx-mtp {metadata.version('mlx-mtp')}",
+        "target": origin(conversion.target),
+        "drafter": origin(conversion.drafter),
+        "recipe": recipe.as_dict() if recipe else None,
+        "bits": {
+            f"{s.place}/{k}".lstrip("/"): v for s in conversion.sides for k, v in s.bits.items()
+        },
+        "files": {name.removesuffix(".part"): digest for name, digest in hashes.items()},
+    }
+
+
+def _card(conversion: Conversion, name: str) -> str:
+    """The model card that the hub shows."""
+    sources = [side.planned.source.name for side in conversion.sides]
+    known = [s.planned.source.name for s in conversion.sides if s.planned.source.revision]
+    base = "".join(f"\n- {name}" for name in known)
+    what = " and its MTP drafter" if conversion.target and conversion.drafter else ""
+    packed = "as stored"
+    if conversion.how.recipe:
+        scheme = conversion.how.recipe.base
+        packed = f"{scheme.bits} bits ({scheme.mode}, groups of {scheme.group_size})"
+    front = "library_name: mlx-mtp\ntags:\n- mlx\n- gemma4\n- speculative-decoding"
+    front += f"\nbase_model:{base}" if base else ""
+    return f"""---
+{front}
+---
+# {name}
+
+{sources[0]}{what}, {packed}, converted with mlx-mtp. What was packed how, from which revisions,
+and the hash of every file: `mlx_mtp.json`.
+
+    mlx-mtp generate "Hello" --model FOLDER-OR-ID
+    mlx-mtp verify FOLDER
+
+The target alone loads in mlx-lm and mlx-vlm. The terms of the models that it was made of apply.
+"""
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def compare(conversion: Conversion, out: Path, progress: Progress | None) -> list[tuple[str, str]]:
+    """Rows of a table: what was written and, with `progress`, how far it is from its source, by
+    reading both again. Raises LoadError."""
+    rows = []
+    for what, side in (("target", conversion.target), ("drafter", conversion.drafter)):
+        if side is not None:
+            bits = side.nbytes * 8 / side.numbers
+            size = f"{fit.gb(side.read)} to {fit.gb(side.nbytes)}"
+            rows.append((what, f"{size}, {bits:.2f} bits a weight"))
+    if progress is not None and conversion.target is not None:
+        target, drafter = conversion.target.planned, conversion.drafter
+        config = TargetConfig.from_dict(target.checkpoint.config)
+        source = Found(config, target, drafter.planned if drafter else None)
+        from mlx_mtp.weights.proof import prove
+
+        rows += prove(source, find_pair(str(out), "auto" if drafter else None), progress).rows()
+    return rows

@@ -1,0 +1,298 @@
+"""What a conversion has to do, tensor by tensor, decided from headers before anything is written.
+
+A job takes rows of one or more source tensors to rows of one or more output tensors; it can be done
+a block of rows at a time, in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mtp.config import DRAFTER_TYPES
+from mlx_mtp.errors import LoadError
+from mlx_mtp.weights import layout, qat
+from mlx_mtp.weights.checkpoint import INDEX, Tensor
+from mlx_mtp.weights.planned import Planned
+from mlx_mtp.weights.recipe import DRAFTER, Recipe, Scheme
+from mlx_mtp.weights.rows import read_rows
+
+BLOCK = 16 << 20  # bytes of source rows in one piece of work
+SMALL = 64 << 20  # larger files beside the weights are not part of a checkpoint
+NOT_COPIED = ("README.md", "config.json", "mlx_mtp.json", INDEX)
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4, "U8": 1}
+MLX_TYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor of the output."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.nbytes // _rows(self.shape)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One tensor's way, by rows (its leading dimensions flattened). segments: which rows of the
+    source, in order. scheme: how to pack it; packed: how the source is; grid: the source lies on
+    q4_0's grid. dtype: of floats, None as in the source."""
+
+    slots: tuple[Slot, ...]
+    sources: tuple[Tensor, ...]
+    segments: tuple[tuple[int, int], ...]
+    scheme: Scheme | None = None
+    packed: Mapping[str, Any] | None = None
+    grid: bool = False
+    dtype: str | None = None
+
+    @property
+    def numbers(self) -> int:
+        """Weights of the output, however they are packed."""
+        first = self.slots[0]
+        width = first.shape[-1] if first.shape else 1
+        return _rows(first.shape) * (width * 32 // self.scheme.bits if self.scheme else width)
+
+    @property
+    def rows(self) -> int:
+        """Of the source tensors, all segments or not."""
+        return _rows(self.sources[0].shape)
+
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """(first row of the source, one behind its last, first row of the output)."""
+        most = max(1, BLOCK // max(sum(t.nbytes for t in self.sources) // self.rows, 1))
+        done = 0
+        for begin, end in self.segments:
+            for at in range(begin, end, most):
+                yield at, min(at + most, end), done + at - begin
+            done += end - begin
+
+    def convert(self, folder: Path, begin: int, end: int) -> list[bytes]:
+        """Those rows, for every slot. WAITS for the device."""
+        parts = [read_rows(folder / t.file, t, begin, end) for t in self.sources]
+        if self.packed is not None and (self.scheme or self.dtype):
+            given = {**self.packed, "dtype": MLX_TYPES[self.dtype] if self.dtype else None}
+            parts = [mx.dequantize(parts[0], parts[1], *parts[2:], **given)]
+        elif self.dtype is not None:
+            parts = [part.astype(MLX_TYPES[self.dtype]) for part in parts]
+        if self.scheme is not None:
+            plain = mx.quantize(parts[0], **self.scheme.as_dict())
+            parts = list(qat.on_grid(parts[0], plain) if self.grid else plain)
+        mx.eval(parts)
+        return [_bytes(part) for part in parts]
+
+
+@dataclass
+class Side:
+    """A target or a drafter on its way. folder: of its source, once fetched; place: where in the
+    output it goes. bits: path of each packed matrix -> bits."""
+
+    planned: Planned[Any]
+    place: str
+    jobs: list[Job]
+    quantization: dict[str, Any] | None
+    bits: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.nbytes for job in self.jobs for slot in job.slots)
+
+    @property
+    def read(self) -> int:
+        """Bytes of the source's tensors."""
+        return sum(t.nbytes for job in self.jobs for t in job.sources)
+
+    @property
+    def numbers(self) -> int:
+        """Weights, however they are packed."""
+        return sum(job.numbers for job in self.jobs)
+
+    @property
+    def files(self) -> list[str]:
+        """What is read of the source."""
+        weights = {t.file for job in self.jobs for t in job.sources}
+        return [*self.beside, *sorted(weights), "config.json"]
+
+    @property
+    def beside(self) -> list[str]:
+        """Files of the checkpoint that are copied as they are."""
+        return [
+            name
+            for name, size in self.planned.source.files().items()
+            if size <= SMALL
+            and name not in NOT_COPIED
+            and not name.startswith(".")
+            and not name.endswith((".safetensors", ".index.json"))
+        ]
+
+
+def side_of(
+    planned: Planned[Any], place: str, recipe: Recipe | None, dtype: str | None, requantize: bool
+) -> Side:
+    if planned.quantized and (recipe or dtype) and not requantize:
+        raise LoadError(
+            f"{planned.source.name} is quantised already, and quantising it again loses more; take "
+            "the original weights, or give --requantize"
+        )
+    if recipe is None and dtype is None:
+        jobs = [_copy(t.name, t) for t in planned.checkpoint.tensors.values()]
+        return Side(
+            planned, place, jobs, None, {path: s["bits"] for path, s in planned.quantized.items()}
+        )
+    return _Repack(planned, place, recipe, dtype).side()
+
+
+def _copy(name: str, tensor: Tensor, dtype: str | None = None) -> Job:
+    kept = dtype if tensor.dtype in DTYPES.values() and dtype != tensor.dtype else None
+    size = tensor.nbytes * ITEMSIZE[kept] // ITEMSIZE[tensor.dtype] if kept else tensor.nbytes
+    slot = Slot(name, kept or tensor.dtype, tensor.shape, size)
+    return Job((slot,), (tensor,), ((0, _rows(tensor.shape)),), dtype=kept)
+
+
+class _Repack:
+    """The jobs of a side that is packed or gets another dtype, under the names that mlx-lm uses."""
+
+    def __init__(
+        self, planned: Planned[Any], place: str, recipe: Recipe | None, dtype: str | None
+    ) -> None:
+        self.planned, self.place, self.recipe, self.dtype = planned, place, recipe, dtype
+        self.drafter = planned.checkpoint.config.get("model_type") in DRAFTER_TYPES
+        self.bits: dict[str, int] = {}
+        self.stated: dict[str, Any] = {}
+
+    def side(self) -> Side:
+        parts, jobs = self.planned.plan.parts, []
+        matrices = {
+            path: module
+            for path, module in self.planned.module.named_modules()
+            if hasattr(module, "to_quantized") or path in self.planned.quantized
+        }
+        for key, part in parts.items():
+            path, _, leaf = key.rpartition(".")
+            if path in self.planned.quantized and leaf != "weight":
+                continue  # with its weight
+            if leaf == "weight" and path in matrices:
+                jobs.append(self._matrix(path, part))
+            else:
+                renamed = _copy(self._name(key, part), part.tensor, self.dtype)
+                jobs.append(renamed)
+        for name, tensor in self.planned.checkpoint.tensors.items():
+            if layout.other_sense(name):
+                jobs.append(_copy(name, tensor))
+        quantization = None
+        if self.recipe is not None:
+            quantization = {**self.recipe.base.as_dict(), **self.stated}
+        return Side(self.planned, self.place, jobs, quantization, self.bits)
+
+    def _name(self, key: str, part: layout.Part) -> str:
+        if self.drafter:
+            return part.tensor.name
+        nested = "text_config" in self.planned.checkpoint.config
+        key = key.replace(".experts.", ".experts.switch_glu.")
+        if key.startswith("lm_head."):
+            return f"language_model.{key}" if nested else key
+        return f"language_model.model.{key}" if nested else f"model.{key}"
+
+    def _matrix(self, path: str, part: layout.Part) -> Job:
+        packed = self.planned.quantized.get(path)
+        sources, shape, floats = [part.tensor], part.shape, part.tensor.dtype
+        if packed is not None:
+            parts = self.planned.plan.parts
+            leaves = [
+                parts[f"{path}.{leaf}"]
+                for leaf in ("scales", "biases")
+                if f"{path}.{leaf}" in parts
+            ]
+            sources += [leaf.tensor for leaf in leaves]
+            shape = (*shape[:-1], shape[-1] * 32 // packed["bits"])
+            floats = "BF16" if leaves[0].tensor.dtype == "U8" else leaves[0].tensor.dtype
+        floats = self.dtype or floats
+        name = self._name(f"{path}.weight", part)
+        scheme = None
+        if self.recipe is not None:
+            scheme = self.recipe.scheme(f"{DRAFTER if self.drafter else ''}{path}", shape[-1])
+        grid = scheme is not None and packed is None and qat.fits(scheme) and self._on_grid(part)
+        if grid and scheme is not None:
+            scheme = replace(scheme, group_size=qat.GROUP)
+        job = Job(
+            self._slots(name, shape, floats, scheme),
+            tuple(sources),
+            _segments(part),
+            scheme,
+            packed,
+            grid,
+            floats if floats != part.tensor.dtype else None,
+        )
+        stem = name.removesuffix(".weight")
+        if scheme is not None:
+            self.bits[stem] = scheme.bits
+            if self.recipe is not None and scheme != self.recipe.base:
+                self.stated[stem] = scheme.as_dict()
+        return job
+
+    def _slots(
+        self, name: str, shape: tuple[int, ...], floats: str, scheme: Scheme | None
+    ) -> tuple[Slot, ...]:
+        if scheme is None:
+            return (_slot(name, floats, shape),)
+        stem = name.removesuffix(".weight")
+        words = (*shape[:-1], shape[-1] * scheme.bits // 32)
+        groups = (*shape[:-1], shape[-1] // scheme.group_size)
+        slots = [_slot(name, "U32", words)]
+        if scheme.mode == "affine":
+            return (
+                *slots,
+                *(_slot(f"{stem}.{leaf}", floats, groups) for leaf in ("scales", "biases")),
+            )
+        return (*slots, _slot(f"{stem}.scales", "U8", groups))
+
+    def _on_grid(self, part: layout.Part) -> bool:
+        """Whether the first rows look as if a q4_0 model had been unpacked to floats."""
+        tensor = part.tensor
+        if self.planned.source.to_download([tensor.file]):
+            return False  # it is asked again when it is here
+        folder = self.planned.source.fetch([tensor.file], None)
+        begin, end = _segments(part)[0]
+        return qat.looks_like_it(
+            read_rows(folder / tensor.file, tensor, begin, min(end, begin + 64))
+        )
+
+
+def _segments(part: layout.Part) -> tuple[tuple[int, int], ...]:
+    """The rows of a part: all, or of every expert its half."""
+    rows = _rows(part.tensor.shape)
+    if part.half is None:
+        return ((0, rows),)
+    height = part.tensor.shape[-2]
+    half = height // 2
+    starts = range(part.half * half, rows, height)
+    return tuple((start, start + half) for start in starts)
+
+
+def _rows(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape[:-1]:
+        count *= size
+    return count
+
+
+def _slot(name: str, dtype: str, shape: tuple[int, ...]) -> Slot:
+    return Slot(name, dtype, shape, _rows(shape) * (shape[-1] if shape else 1) * ITEMSIZE[dtype])
+
+
+def _bytes(array: mx.array) -> bytes:
+    if array.dtype == mx.bfloat16:
+        array = array.view(mx.uint16)
+    return np.array(array).tobytes()
