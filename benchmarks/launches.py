@@ -11,7 +11,7 @@ MLX reads what. MLX 0.32.4 has fused attention for blocks of up to 8 tokens and 
 for head dim 512 it has none under a mask that is an array.
 
 `ours` has this project's kernels wherever they fit, where a machine would use only those that won a
-race there. They read their inputs once: of KV what is committed or written, for 64 rows; and of E
+race there. They read their inputs once: of KV what is committed or written, for 40 rows; and of E
 experts, n of them for each of M rows, the E (1 - (1 - n / E)^M) that uniform routing hits.
 """
 

@@ -2,7 +2,7 @@
 has a fused kernel for one query only.
 
 The query heads that share a kv head are rows of one problem, so K and V are read once for up to
-64 rows, whole (bfloat16) or packed (8 or 4 bits). Threadgroups take turns at chunks of the keys
+40 rows, whole (bfloat16) or packed (8 or 4 bits). Threadgroups take turns at chunks of the keys
 and keep a softmax of their own; a second, small kernel joins them. How keys fall into chunks and
 parts does not depend on rows, length or capacity: a row is bit for bit what it is alone.
 """
@@ -17,7 +17,9 @@ from mlx_mtp.kernels.launch import Kernel, Launch, on_metal
 from mlx_mtp.kernels.quantized import HEADER
 
 PARTS = 64  # threadgroups over the keys of all kv heads; those without a key end at once
-MOST_TILES = 8  # of eight rows: what results a threadgroup has registers for
+# Of eight rows: 512 threads have 104 registers each (M1, M2), of which a tile takes 12. A kernel
+# that needs more is refused by MLX when it is launched.
+MOST_TILES = 5
 
 ROWS_HEADER = (
     HEADER
@@ -343,5 +345,5 @@ def reference(queries: mx.array, kv: LongKV, length: mx.array) -> mx.array:
 
 
 def _most_tiles(dtype: mx.Dtype) -> int:
-    """float32 weights take twice the threadgroup memory, and a simdgroup twice the columns."""
-    return MOST_TILES // 2 if dtype == mx.float32 else MOST_TILES
+    """With float32 a simdgroup has twice the columns, but 256 threads may have all registers."""
+    return 4 if dtype == mx.float32 else MOST_TILES

@@ -108,8 +108,8 @@ def test_rows_of_a_batch_have_their_own_lengths():
 
 
 @needs_emulator
-def test_each_key_and_value_is_read_once_for_up_to_64_rows_and_none_behind_the_text():
-    for heads, tokens, bits in ((8, 8, 0), (8, 7, 0), (16, 4, 0), (8, 4, 8), (8, 3, 4)):
+def test_each_key_and_value_is_read_once_for_up_to_40_rows_and_none_behind_the_text():
+    for heads, tokens, bits in ((8, 5, 0), (8, 4, 0), (16, 2, 0), (8, 4, 8), (8, 3, 4)):
         kv = long_kv(1, 1, 256, mx.bfloat16, bits)
         queries = block(1, heads, tokens, mx.bfloat16)
         loads = emulate(attention.launch_chunks(queries, kv, mx.array([150]))).loads
