@@ -67,6 +67,25 @@ def test_every_packing_in_every_dtype(scheme, dtype):
     assert error(run(launch)[0], wanted(x, weights, chosen)) < BOUNDS[dtype]
 
 
+def test_more_pairs_of_an_expert_than_share_a_reading():
+    """Every row chooses the same, twice as many as are read for at once, and one."""
+    rows = 2 * experts.MOST + 1
+    chosen = mx.broadcast_to(mx.array([[11, 2]]), (rows, 2))
+    weights, x = stack(256), numbers(rows, 256) / 16
+    found = run(experts.launch(x, weights, *experts.in_order(chosen)))[0]
+    assert error(found, wanted(x, weights, chosen)) < BOUNDS[mx.float32]
+
+
+def test_stacks_that_would_leave_outputs_or_inputs_over_are_refused():
+    def taken(outputs: int, inputs: int, bits: int = 4, group: int = 64) -> bool:
+        words = mx.zeros((2, outputs, inputs * bits // 32), mx.uint32)
+        return experts.fits(Packed(words, words, None, bits, group, "affine"))
+
+    assert all((taken(8, 64), taken(4, 64, 6), taken(16, 96, group=32)))
+    assert not any((taken(4, 64), taken(12, 64), taken(2, 64, 6), taken(8, 96)))
+    assert not experts.fits(stack(64).flat)
+
+
 @needs_emulator
 def test_an_expert_is_read_once_for_eight_rows_and_not_at_all_without():
     for rows, times in ((1, 1), (8, 1), (9, 2), (16, 2)):
@@ -89,19 +108,25 @@ def test_a_pair_is_bit_for_bit_what_it_is_alone():
         assert mx.array_equal(alone, together[row * TOP : (row + 1) * TOP])
 
 
+TURNS = "  for (int start = p; start < end; start += MOST) {\n"
 FAULTS = {
     "the pair before": ("order[start + m]) * N", "order[max(start + m - 1, 0)]) * N"),
     "no leader": ("if (p > 0 && int(expert[p - 1]) == e) return;", "if (p > 0) return;"),
     "a run too short": ("end < pairs && int(expert", "end < pairs - 1 && int(expert"),
     "the wrong row": (") / EACH", ") % EACH"),
     "the next expert": ("size_t(e) * N", "size_t(e ^ 1) * N"),
+    "sums kept from eight to eight": (  # chosen by a second reader
+        f"{TURNS}    float sum[OUTS][MOST] = {{}};\n",
+        f"float sum[OUTS][MOST] = {{}};\n{TURNS}",
+    ),
 }
 
 
 @needs_emulator
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
-    weights, chosen, x = stack(704), routed(5, TOP), numbers(5, 704)
+    """All rows choose the same experts, one more than share a reading."""
+    weights, chosen, x = stack(704), routed(9, TOP), numbers(9, 704)
     launch = edited(experts.launch(x, weights, *experts.in_order(chosen)), *FAULTS[fault])
     assert caught(launch, wanted(x, weights, chosen))
 

@@ -140,6 +140,34 @@ def test_add_norm_is_the_stock_operations(width, kind):
         assert same(fewer, [part[-rows:] for part in nine])
 
 
+@pytest.mark.parametrize("width", [36, 132, 2052])
+def test_threads_may_be_left_over(width):
+    """No width of the targets leaves any; with a scale and a second norm at once."""
+    given = rows_to_add(width, scaled=True, then=True)
+    assert fused.fits_add(*given)
+    assert error(run(add(given)), fused.reference_add(*given, eps=EPS)) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "layer"), [("e2b", 0), ("shared", 0)])
+def test_eps_counts_where_heads_are_small(name, layer):
+    raw, *rest = heads_of(HEADS[name][layer], 1, 2)
+    given = (raw * 1e-3, *rest)
+    assert error(run(fused.launch_heads(*given)), fused.reference_heads(*given)) < 1e-5
+
+
+def test_sizes_that_no_thread_has_room_for_are_refused():
+    def taken(width: int) -> bool:
+        return fused.fits_add(mx.zeros((1, width)), mx.zeros((1, width)), mx.zeros((width,)))
+
+    assert taken(fused.READ * fused.MOST_READS * fused.MOST_THREADS)
+    assert not taken(fused.READ * fused.MOST_READS * fused.MOST_THREADS + fused.READ)
+    assert not taken(258)
+    assert not fused.fits_add(mx.zeros((1, 1, 64)), mx.zeros((1, 1, 64)), mx.zeros((64,)))
+    for pairs, fits in ((32, True), (256, True), (48, False), (288, False)):
+        raw, weight = mx.zeros((1, 2 * pairs)), mx.zeros((2 * pairs,))
+        assert fused.fits_heads(raw, weight, mx.zeros((pairs,))) is fits
+
+
 @pytest.mark.parametrize(("name", "layer"), LAYERS)
 def test_heads_are_the_stock_operations(name, layer):
     for sequences, tokens in PASSES:
@@ -185,11 +213,11 @@ def test_heads_round_half_precision_as_the_stock_operations_do(dtype, name, laye
 
 
 def example(kernel: str) -> tuple[Launch, list[mx.array]]:
-    """A launch of that kernel, and what it should give."""
+    """A launch of that kernel, and what it should give. `add` has threads left over."""
     if kernel == "heads":
         given = heads_of(HEADS["26b"][1], 2, 3)
         return fused.launch_heads(*given), fused.reference_heads(*given)
-    given = rows_to_add(3840, **KINDS[0])
+    given = rows_to_add(3844, **KINDS[0])
     return add(given), fused.reference_add(*given, eps=EPS)
 
 
@@ -237,6 +265,7 @@ BARRIER = "  threadgroup_barrier(mem_flags::mem_threadgroup);\n"
         ("add", BARRIER, ""),
         ("add", "(square, next_parts", "(square, parts"),
         ("add", "float(next_weight[at + i])", "float(next_weight[first + i])"),
+        ("add", "if (at >= H) break;", ""),  # chosen by a second reader
         ("heads", "offset[b] + t", "offset[0] + t"),
         ("heads", "value || (SHARED && !query)", "value || SHARED"),
         ("heads", "weight[at + i + D / 2]", "weight[at + i]"),

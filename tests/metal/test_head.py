@@ -114,6 +114,53 @@ def test_of_equal_logits_the_lowest_token_is_chosen():
     assert mx.array_equal(run(head.score(x, same, sequences=1, cap=CAP))[1], tokens)
 
 
+def test_the_first_token_of_a_block_stands_for_one_that_is_banned():
+    weights, x = table(512), hidden(2, 512)
+    bias = mx.where(mx.arange(VOCAB) // 64 == mx.array([[1], [2]]), -mx.inf, 0.0)
+    values, tokens = run(
+        head.score(x, weights, sequences=2, cap=CAP, adjust=Adjustments(bias=bias))
+    )
+    for row, block in ((0, 1), (1, 2)):
+        assert values[row, block] == -mx.inf
+        assert tokens[row, block] == 64 * block
+
+
+def test_logits_are_rounded_where_the_stock_operations_round():
+    """bfloat16 logits, of which a rounding more or less moves every third."""
+    weights, x = table(256, dtype=mx.bfloat16), hidden(4, 256, mx.bfloat16)
+    for cap in (None, CAP):
+        values = logits_of(x, weights, cap).astype(mx.float32)
+        chosen = mx.broadcast_to(mx.arange(4), (4, 4)).astype(mx.int32)
+        launch = head.score(x, weights, sequences=1, cap=cap, chosen=chosen, best=False)
+        assert mx.mean(run(launch)[0] != values).item() < 1e-2
+
+
+def test_biases_are_those_of_the_tokens_that_rows_stand_for():
+    weights, x = table(256), hidden(2, 256)
+    names = mx.random.permutation(VOCAB, key=mx.random.key(4)).astype(mx.int32)
+    adjust = Adjustments(banned(2, 1), banned(2, 2), mx.array([0, 1], dtype=mx.int32))
+    values = logits_of(x, weights) + adjust.bias[:, names]
+    values = values + mx.where(adjust.is_early[:, None] == 1, adjust.early[:, names], 0.0)
+    wanted, places = best_of(values)
+    found, tokens = run(head.score(x, weights, sequences=2, cap=CAP, adjust=adjust, names=names))
+    assert mx.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    assert mx.array_equal(tokens, names[places])
+
+
+def test_as_many_rows_as_are_taken():
+    weights, x = table(256), hidden(head.MAX_ROWS, 256)
+    check(head.score(x, weights, sequences=1, cap=CAP), logits_of(x, weights), mx.float32)
+
+
+def test_tables_that_would_leave_rows_or_inputs_over_are_refused():
+    def taken(rows: int, outputs: int, inputs: int, bits: int = 4, group: int = 64) -> bool:
+        words = mx.zeros((outputs, inputs * bits // 32), mx.uint32)
+        return head.fits(rows, Packed(words, words, None, bits, group, "affine"))
+
+    assert all((taken(16, 64, 64), taken(1, 64, 64, 6)))
+    assert not any((taken(17, 64, 64), taken(1, 96, 64), taken(1, 64, 96)))
+
+
 def test_clusters_have_names():
     """Two of four clusters of 128, whose rows stand for tokens in another order."""
     rows = table(256, ("affine", 8, 64), rows=512)
@@ -149,16 +196,24 @@ def test_candidates_hold_the_best_and_the_likeliest(few, names):
         best = mx.argsort(-logits[row])[: few or 1]
         best = named[best] if names else best
         assert set(best.tolist()) <= set(tokens)
+        # In order of the table's rows, for of equal logits the first is chosen.
+        assert at.tolist() == sorted(at.tolist())
 
 
-def test_damaged_weights_are_found():
+@pytest.mark.parametrize("damaged", [130, 134], ids=["one simdgroup", "the other"])
+def test_damaged_weights_are_found(damaged):
     weights, x = table(512), hidden(2, 512)
     words, scales, biases = weights.arrays
-    scales[130, 3] = mx.nan
+    scales[damaged, 3] = mx.nan
     broken = Packed(words, scales, biases, 4, 64, "affine")
     values, _ = run(head.score(x, broken, sequences=1, cap=CAP))
     assert mx.isnan(values).tolist() == [[False, False, True, False]] * 2
-    assert not Shortlist(broken, CAP).candidates(x, 1, Adjustments(), None).finite.any()
+    short = Shortlist(broken, CAP)
+    for few in (None, 2):
+        assert not short.candidates(x, 1, Adjustments(), few).finite.any()
+        clusters = mx.array([[0, 2], [3, 1]], dtype=mx.int32)
+        finite = short.candidates(x, 1, Adjustments(), few, clusters).finite
+        assert finite.tolist() == [False, True]
 
 
 @needs_emulator

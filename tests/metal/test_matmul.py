@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from mlx_mtp.kernels import matmul
@@ -73,6 +74,47 @@ def test_every_product_of_the_targets_is_taken():
                 assert matmul.fits_tile(9, weights), (name, outputs, inputs)
                 if bits != 6 or inputs % 128 == 0:
                     assert matmul.fits_matrix(9, weights), (name, outputs, inputs)
+
+
+def test_what_would_leave_outputs_or_inputs_over_is_refused():
+    def taken(rows: int, outputs: int, inputs: int, bits: int = 4, group: int = 64) -> list[str]:
+        words = mx.zeros((outputs, inputs * bits // 32), mx.uint32)
+        weights = Packed(words, words, None, bits, group, "affine")
+        return [name for name, fits in FITS.items() if fits(rows, weights)]
+
+    assert taken(16, 16, 128) == ["tile", "matrix"]
+    assert taken(17, 16, 128) == []
+    assert taken(1, 8, 128) == ["tile"]
+    assert taken(1, 4, 128, 6) == ["tile"]
+    assert taken(1, 12, 128) == taken(1, 2, 128, 6) == []
+    assert taken(1, 16, 192, 6) == ["tile"]
+    assert taken(1, 16, 96) == []
+    stacked = mx.zeros((2, 16, 16), mx.uint32)
+    assert not any(
+        fits(1, Packed(stacked, stacked, None, 4, 64, "affine")) for fits in FITS.values()
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_as_many_rows_as_are_taken(plan):
+    for rows in (10, matmul.MAX_ROWS):
+        launch, wanted = launches(plan, rows, 256, ("affine", 4, 64), mx.float32)
+        assert error(run(launch)[0], wanted) < BOUNDS[mx.float32]
+
+
+def test_packings_that_no_kernel_reads_are_left_to_mlx():
+    def taken(mode: str) -> list[int]:
+        every = []
+        for bits in (2, 3, 4, 5, 6, 8):
+            module = nn.Module()
+            module.mode, module.bits, module.group_size = mode, bits, 64
+            module.weight = module.scales = mx.zeros((1, 1))
+            every += [bits] if Packed.of(module) else []
+        return every
+
+    assert taken("affine") == [4, 6, 8]
+    assert taken("mxfp4") == taken("nvfp4") == [4]
+    assert taken("mxfp8") == []
 
 
 @needs_emulator
