@@ -72,15 +72,15 @@ class Calibration:
             if model is not None:
                 wrap(model)
                 found += sites(model)
-        found.append(attention_site(KVLayout(target.config.text, target.dtype)))
+        found += attention_sites(KVLayout(target.config.text, target.dtype))
         self.settle(found)
 
     def attention(self, text: TextConfig, dtype: mx.Dtype, bits: int | None) -> dict[int, str]:
         """How blocks attend in full layers, for `KVLayout.full_ways`. WAITS for the device where
         this kind of KV was not raced yet."""
-        site = attention_site(KVLayout(text, dtype, bits))
-        self.settle([site])
-        return self.profile.ways(site.key)
+        alike = attention_sites(KVLayout(text, dtype, bits))
+        self.settle(alike)
+        return self.profile.ways(alike[0].key)
 
     def settle(self, found: Iterable[Site]) -> None:
         """Race, keep and install for these sites."""
@@ -127,7 +127,13 @@ def contest(alike: list[Site], rows: int) -> Contest:
     alone = tuple(part[:1] for part in inputs)
 
     def way(name: str | None, given: Inputs) -> Way:
-        return lambda i: alike[i % len(alike)].run(name, given)
+        def run(sample: int, after: mx.array | None = None, /) -> mx.array:
+            x, *others = given
+            if after is not None:
+                x = x + (after.flatten()[:1] * 0).astype(x.dtype)
+            return alike[sample % len(alike)].run(name, (x, *others))
+
+        return run
 
     return Contest(
         first.key,
@@ -311,6 +317,11 @@ def attention_site(layout: KVLayout) -> Site:
         lambda rows: (_numbers(dtype, rows, heads, dim) * dim**-0.25,),
         run,
     )
+
+
+def attention_sites(layout: KVLayout) -> list[Site]:
+    """As many as take turns, each with a KV of its own."""
+    return [attention_site(layout) for _ in range(COPIES)]
 
 
 def _shape(packed: Packed) -> str:

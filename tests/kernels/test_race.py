@@ -16,6 +16,7 @@ class Track:
 
     def __init__(self, monkeypatch):
         self.now, self.pending = 0.0, 0.0
+        self.calls: list[bool] = []  # of every call, whether it had to follow another
         monkeypatch.setattr(racing.mx, "eval", lambda _: self.settle(), raising=False)
 
     def settle(self) -> None:
@@ -25,8 +26,9 @@ class Track:
         return self.now
 
     def way(self, seconds: float, result: mx.array = RIGHT):
-        def run(_: int) -> mx.array:
+        def run(_: int, after: mx.array | None = None) -> mx.array:
             self.pending += seconds
+            self.calls.append(after is not None)
             return result
 
         return run
@@ -79,6 +81,17 @@ def test_a_way_that_metal_refuses_does_not_race(track):
     outcome = race([lambda: entry], 1e9, track.clock)
     assert outcome.wins == {"key": {2: "matrix"}}
     assert outcome.wrong == ["tile at key, 2 rows: unable to build metal library"]
+
+
+def test_a_call_follows_the_one_before_it_as_layers_do(track):
+    entry = contest(track, 3.0, tile=1.0)
+    racing._fastest(entry, ["tile"], track.clock)
+    assert track.calls == ([False] + [True] * (racing.CALLS - 1)) * (2 + 1 + 2 * racing.TURNS)
+
+
+def test_short_ways_are_called_more_often(track):
+    racing._fastest(contest(track, 1e-4, tile=1e-4), ["tile"], track.clock)
+    assert len(track.calls) == 3 * racing.CALLS + 2 * racing.TURNS * 20
 
 
 def test_the_budget_ends_it_and_says_what_is_left(track):
