@@ -94,6 +94,19 @@ def _repeat(noise: mx.array, shape: tuple[int, ...]) -> mx.array:
     return mx.concatenate([noise] * -(-count // noise.size))[:count].reshape(shape)
 
 
+def write_pair(folder: Path, config: dict[str, Any], drafter_config: dict[str, Any]) -> None:
+    """A random checkpoint of that shape in folder/target and folder/drafter, with the embedded
+    pair's tokenizer; nothing where it is there already."""
+    if (folder / "target" / "model.safetensors.index.json").exists():
+        return
+    target = Target(TargetConfig.from_dict(config))
+    write(folder / "target", config, target, "model.language_model.")
+    drafter = Drafter(DrafterConfig.from_dict(drafter_config))
+    write(folder / "drafter", drafter_config, drafter, "model.")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY / "target" / name, folder / "target" / name)
+
+
 def show_rounds() -> None:
     """Bytes above the resting level, one round in flight."""
     print("| round: rows, KV, run | at 4k slots, MB | at 64k | KV at 64k |\n|---|---|---|---|")
@@ -144,15 +157,8 @@ def main() -> None:
         parser.error("CONFIG needs DRAFTER_CONFIG beside it")
     folder = given.folder or Path(tempfile.mkdtemp())
     try:
-        config = json.loads(given.config.read_text())
-        if not (folder / "target" / "model.safetensors.index.json").exists():
-            target = Target(TargetConfig.from_dict(config))
-            write(folder / "target", config, target, "model.language_model.")
-            drafter_config = json.loads(given.drafter_config.read_text())
-            drafter = Drafter(DrafterConfig.from_dict(drafter_config))
-            write(folder / "drafter", drafter_config, drafter, "model.")
-            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-                shutil.copy(TINY / "target" / name, folder / "target" / name)
+        configs = (json.loads(path.read_text()) for path in (given.config, given.drafter_config))
+        write_pair(folder, *configs)
         command = [sys.executable, "-m", "mlx_mtp.cli.main", "generate", "def gcd(a, b):"]
         command += ["--model", str(folder / "target"), "--drafter", str(folder / "drafter")]
         command += ["--json", "--temp", "0", "--max-tokens", str(given.max_tokens)]

@@ -83,8 +83,10 @@ class Job:
         """Those rows, for every slot. WAITS for the device."""
         parts = [read_rows(folder / t.file, t, begin, end) for t in self.sources]
         if self.packed is not None and (self.scheme or self.dtype):
-            given = {**self.packed, "dtype": MLX_TYPES[self.dtype] if self.dtype else None}
-            parts = [mx.dequantize(parts[0], parts[1], *parts[2:], **given)]
+            biases = parts[2] if len(parts) > 2 else None
+            scheme, dtype = self.packed, MLX_TYPES[self.dtype] if self.dtype else None
+            packing = scheme["group_size"], scheme["bits"], scheme["mode"]
+            parts = [mx.dequantize(parts[0], parts[1], biases, *packing, dtype=dtype)]
         elif self.dtype is not None:
             parts = [part.astype(MLX_TYPES[self.dtype]) for part in parts]
         if self.scheme is not None:

@@ -111,7 +111,8 @@ def make(
         if mode != "affine":
             raise UsageError(f"mode is {mode}; it must be affine, {', '.join(FLOATS)}")
         return None
-    base = Scheme(bits, group_size or FLOATS.get(mode, (0, 64))[1], mode)
+    usual = FLOATS[mode][1] if mode in FLOATS else 64
+    base = Scheme(bits, group_size or usual, mode)
     own = tuple(_read(file)) if file else ()
     return Recipe(base, (*own, *default_rules(bits)), len(own))
 
