@@ -30,7 +30,6 @@ class Way(Protocol):
     def __call__(self, sample: int, after: mx.array | None = None, /) -> mx.array: ...
 
 
-
 @dataclass(frozen=True)
 class Contest:
     """One operation at one number of rows. ways: by name, what competes with `stock`. bound: how
