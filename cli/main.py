@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from mlx_mtp.cli import convert, generate, inspect
+from mlx_mtp.cli import convert, generate, inspect, verify
 from mlx_mtp.cli.terminal import Interrupted, OutputClosed, say, signals, write_stderr
 from mlx_mtp.errors import MtpError
 
@@ -29,6 +29,7 @@ app = typer.Typer(
 app.command(help=generate.HELP)(generate.generate)
 app.command(help=inspect.HELP)(inspect.inspect)
 app.command(help=convert.HELP)(convert.convert)
+app.command(help=verify.HELP)(verify.verify)
 
 
 @app.callback(invoke_without_command=True)

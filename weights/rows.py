@@ -50,4 +50,5 @@ def read_rows(path: Path, tensor: Tensor, begin: int, end: int) -> mx.array:
         raise LoadError(f"{path} cannot be read: {error.strerror}") from None
     if not whole:
         raise LoadError(f"{path} is cut off: {tensor.name} ends after the file does")
-    return mx.array(memoryview(raw)).view(dtype).reshape(end - begin, width)
+    one_by_one = mx.array(memoryview(raw))  # type: ignore[arg-type]  # any buffer will do
+    return one_by_one.view(dtype).reshape(end - begin, width)

@@ -6,9 +6,10 @@ operations are used.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from mlx_mtp.kernels import experts, fused, head, matmul
 from mlx_mtp.kernels.head import Adjustments, Shortlist
 from mlx_mtp.kernels.profile import Profile
 from mlx_mtp.kernels.quantized import Packed
-from mlx_mtp.kernels.race import Contest, Way, race
+from mlx_mtp.kernels.race import BUDGET, Contest, Way, race
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.layers import Attention, DecoderLayer, Experts, rotation
 from mlx_mtp.models.rows import RowsLinear, wrap
@@ -29,6 +30,7 @@ from mlx_mtp.models.target import Target
 
 # Rows of a pass, the likeliest draft lengths first: the budget may end the races early.
 ROWS = (5, 3, 2, 4, 9, 7, 6, 8, 1)
+STEP_ROWS = (1, *(rows for rows in ROWS if rows > 1))  # of a drafter, which goes token by token
 BOUNDS = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 SLOTS = 2048  # of the KV that attention is raced over
 COPIES = 8  # of a shape that take turns, so that weights come from memory and not from a cache
@@ -41,23 +43,27 @@ Model = Target | Drafter
 class Site:
     """A place in a pair where kernels may be used. ways: those that take its shape. sample: inputs
     for so many rows. run: (way, or None for stock; inputs) -> [rows, ...]. take: use these ways,
-    by rows, from now on, where that is kept by a module. Sites with the same key are alike."""
+    by rows, from now on, where that is kept by a module. rows: in which order they are raced. Sites
+    with the same key are alike."""
 
     key: str
     ways: tuple[str, ...]
     sample: Callable[[int], Inputs]
     run: Callable[[str | None, Inputs], mx.array]
     take: Callable[[Mapping[int, str]], None] | None = None
+    rows: tuple[int, ...] = ROWS
 
 
 @dataclass
 class Calibration:
     """The races of one machine. folder: where their results are kept. racing: run those that are
-    missing; else only what is known is used. notices: lines for the user."""
+    missing; else only what is known is used. notices: lines for the user. seconds: left for races,
+    of all that is asked of it together."""
 
     folder: Path
     racing: bool = True
     notices: list[str] = field(default_factory=list)
+    seconds: float = BUDGET
 
     def __post_init__(self) -> None:
         self.profile, ignored = Profile.load(self.folder)
@@ -68,10 +74,11 @@ class Calibration:
         """Race what is not known of this pair's shapes, for a few seconds at most, and install the
         winners. WAITS for the device."""
         found: list[Site] = []
-        for model in (target, drafter):
-            if model is not None:
-                wrap(model)
-                found += sites(model)
+        wrap(target)
+        found += sites(target)
+        if drafter is not None:
+            wrap(drafter)
+            found += (replace(site, rows=STEP_ROWS) for site in sites(drafter))
         found += attention_sites(KVLayout(target.config.text, target.dtype))
         self.settle(found)
 
@@ -97,13 +104,16 @@ class Calibration:
     def _race(self, alike: Mapping[str, list[Site]]) -> None:
         todo = [
             (several[:COPIES], rows)
-            for rows in ROWS
+            for turn in range(len(ROWS))
             for key, several in alike.items()
+            for rows in several[0].rows[turn : turn + 1]
             if several[0].ways and not self.profile.raced(key, rows)
         ]
-        if not todo:
+        if not todo or self.seconds <= 0:
             return
-        outcome = race(partial(contest, several, rows) for several, rows in todo)
+        started = time.perf_counter()
+        outcome = race((partial(contest, several, rows) for several, rows in todo), self.seconds)
+        self.seconds -= time.perf_counter() - started
         self.profile.learn(outcome)
         won = sum(way != "stock" for rows in outcome.wins.values() for way in rows.values())
         line = f"raced kernels for {len(todo) - outcome.left} shapes of this model, {won} won"

@@ -20,7 +20,7 @@ def decided(monkeypatch) -> list[Contest]:
     """Every contest that was made; the last way wins at 2 to 5 rows, stock elsewhere."""
     seen: list[Contest] = []
 
-    def decide(makers: Callable) -> Outcome:
+    def decide(makers: Callable, _: float) -> Outcome:
         outcome = Outcome()
         for make in makers:
             entry = make()
@@ -93,6 +93,28 @@ def test_alike_sites_race_once_and_known_ones_never_again(decided, tmp_path):
     assert not decided
     assert second.notices == []
     assert target.shortlist.rows == {2, 3, 4, 5}
+
+
+def test_what_a_drafter_runs_at_is_raced_first(decided, tmp_path):
+    target, drafter = make_pair()
+    Calibration(tmp_path).prepare(target, drafter)
+    first = {entry.key: entry.rows for entry in reversed(decided)}
+    own = {site.key for site in sites(drafter)} - {site.key for site in sites(target)}
+    assert {first[key] for key in own} == {1}
+    assert {rows for key, rows in first.items() if key not in own} == {5}
+
+
+def test_all_races_of_a_load_share_their_time(decided, tmp_path):
+    calibration = Calibration(tmp_path, seconds=0.0)
+    target, drafter = make_pair()
+    calibration.prepare(target, drafter)
+    assert calibration.attention(target.config.text, target.dtype, 8) == {}
+    assert not decided
+    assert calibration.notices == []
+    calibration.seconds = 1.0
+    calibration.attention(target.config.text, target.dtype, 8)
+    assert decided
+    assert calibration.seconds < 1.0
 
 
 def test_no_calibrate_uses_what_is_known_and_races_nothing(decided, tmp_path):

@@ -109,7 +109,7 @@ class Scripted:
     def __init__(self, target, text):
         self.inner, self.config, self.dtype = target, target.config, target.dtype
         self.says = mx.array([*text, *[0] * 64])
-        self.embed = target.embed
+        self.embed, self.shortlist = target.embed, None
 
     def __call__(self, ids, kv, keep=None):
         at = kv.offset[:, None] + mx.arange(ids.shape[1])
@@ -120,6 +120,9 @@ class Scripted:
 
     def logits(self, hidden):
         return (mx.arange(VOCAB) == self.next[..., None]).astype(mx.float32) * 20
+
+    def scores(self, hidden):
+        return self.logits(hidden), None
 
 
 class Even(AutoLength):
