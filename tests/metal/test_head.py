@@ -10,6 +10,7 @@ from mlx_mtp.kernels.head import Adjustments, Candidates, Shortlist
 from mlx_mtp.kernels.launch import Launch
 from mlx_mtp.kernels.quantized import Packed
 from tests.metal.emulator import emulate, emulate_all, prepare
+from tests.metal.pairs import through_the_emulator
 from tests.metal.runner import run
 from tests.metal.shapes import (
     BOUNDS,
@@ -103,14 +104,18 @@ def test_biases_and_early_bans_are_those_of_the_rows_sequence(sequences):
     assert mx.allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_of_equal_logits_the_lowest_token_is_chosen():
-    """bfloat16 logits are often equal; stock argmax takes the first."""
-    weights, x = table(512, dtype=mx.bfloat16), hidden(1, 512, mx.bfloat16)
-    words, scales, biases = weights.arrays
-    order = mx.array([70 if i in (75, 90, 127) else i for i in range(VOCAB)])
-    same = Packed(words[order], scales[order], biases[order], 4, 64, "affine")
-    x = mx.where(logits_of(x, same)[:, 70:71] < 0, -x, x)
+@pytest.mark.parametrize("equal", [(70, 75, 90, 127), (66, 70, 90, 127)], ids=str)
+def test_of_equal_logits_the_lowest_token_is_chosen(equal):
+    """bfloat16 logits are often equal; stock argmax takes the first. Of every eight rows one
+    simdgroup has the lower four."""
+    weights = table(512, dtype=mx.bfloat16)
+    order = mx.array([equal[0] if i in equal else i for i in range(VOCAB)])
+    same = Packed(*(part[order] for part in weights.arrays), 4, 64, "affine")
+    x = (same.dequantized()[equal[0] : equal[0] + 1] / 20).astype(
+        mx.bfloat16
+    )  # theirs are the highest
     _, tokens = best_of(logits_of(x, same))
+    assert tokens[0, 1] == equal[0]
     assert mx.array_equal(run(head.score(x, same, sequences=1, cap=CAP))[1], tokens)
 
 
@@ -198,6 +203,21 @@ def test_candidates_hold_the_best_and_the_likeliest(few, names):
         assert set(best.tolist()) <= set(tokens)
         # In order of the table's rows, for of equal logits the first is chosen.
         assert at.tolist() == sorted(at.tolist())
+
+
+@needs_emulator
+@pytest.mark.parametrize("few", [None, 2])
+def test_kernels_name_the_candidates_that_the_stock_operations_name(monkeypatch, few):
+    names = mx.random.permutation(VOCAB, key=mx.random.key(2)).astype(mx.int32)
+    short, x = Shortlist(table(256), CAP, names), hidden(2, 256)
+    of_rows = None, mx.array([[3, 1], [0, 2]], dtype=mx.int32)
+    wanted = [short.candidates(x, 1, Adjustments(), few, clusters) for clusters in of_rows]
+    through_the_emulator(monkeypatch)
+    for clusters, stock in zip(of_rows, wanted, strict=True):
+        found = short.candidates(x, 1, Adjustments(), few, clusters)
+        assert mx.array_equal(found.tokens, stock.tokens)
+        assert mx.allclose(found.values, stock.values, rtol=1e-4, atol=1e-4)
+        assert mx.array_equal(found.finite, stock.finite)
 
 
 @pytest.mark.parametrize("damaged", [130, 134], ids=["one simdgroup", "the other"])

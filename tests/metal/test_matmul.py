@@ -102,6 +102,26 @@ def test_as_many_rows_as_are_taken(plan):
         assert error(run(launch)[0], wanted) < BOUNDS[mx.float32]
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_scales_of_nvfp4_may_be_subnormal(plan):
+    """Those of weights as small as real ones are: below 2^-6 they have no leading one."""
+    small = numbers(OUTPUTS, 256) * mx.linspace(0.002, 0.2, OUTPUTS)[:, None]
+    weights = Packed(*mx.quantize(small, 16, 4, mode="nvfp4"), None, 4, 16, "nvfp4")
+    subnormal = mx.logical_and(weights.scales < 8, weights.scales > 0)
+    assert 0.1 < mx.mean(subnormal).item() < 0.9
+    x = numbers(2, 256, seed=1)
+    wanted = x @ weights.dequantized().T
+    each = mx.abs(run(PLANS[plan](x, weights))[0] - wanted).max(0) / mx.abs(wanted).max(0)
+    assert each.max().item() < 1e-4
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_half_precision_is_rounded_once_at_the_end(plan):
+    for dtype in (mx.float16, mx.bfloat16):
+        launch, wanted = launches(plan, 5, 1536, ("affine", 4, 64), dtype)
+        assert mx.mean(run(launch)[0] != wanted.astype(dtype)).item() < 0.05
+
+
 def test_packings_that_no_kernel_reads_are_left_to_mlx():
     def taken(mode: str) -> list[int]:
         every = []
