@@ -43,7 +43,7 @@ PAIRS = Kernel(
             MODE == mtp::AFFINE ? float(biases[g]) : 0.0f, q[r]);
       }
       UNROLL for (int m = 0; m < MOST; m++) {
-        if (start + m >= end) break;
+        if (start + m >= end) continue;
         UNROLL for (int i = 0; i < VALUES; i++) {
           const float xi = float(x[row[m] * K + c * VALUES + i]);
           UNROLL for (int r = 0; r < OUTS; r++) sum[r][m] = fma(xi, q[r][i], sum[r][m]);
@@ -51,7 +51,7 @@ PAIRS = Kernel(
       }
     }
     UNROLL for (int m = 0; m < MOST; m++) {
-      if (start + m >= end) break;
+      if (start + m >= end) continue;
       UNROLL for (int r = 0; r < OUTS; r++) {
         const float total = simd_sum(sum[r][m]);
         if (lane == 0) y[size_t(order[start + m]) * N + n0 + r] = T(total);

@@ -62,7 +62,7 @@ ADD_SOURCE = r"""
   float value[READS][READ] = {}, square = 0.0f;
   UNROLL for (int r = 0; r < READS; r++) {
     const int at = first + r * READ * THREADS;
-    if (at >= H) break;
+    if (at >= H) continue;
     UNROLL for (int i = 0; i < READ; i++) {
       value[r][i] = float(a[row + at + i]);
       square += value[r][i] * value[r][i];
@@ -72,7 +72,7 @@ ADD_SOURCE = r"""
       mtp::norm_factor<H>(mtp::sum_of_all<SIMDS>(square, parts, lane, simd_gid), EPS);
   UNROLL for (int r = 0; r < READS; r++) {
     const int at = first + r * READ * THREADS;
-    if (at >= H) break;
+    if (at >= H) continue;
     UNROLL for (int i = 0; i < READ; i++) {
       const float part = mtp::weighed<T>(value[r][i], factor, float(weight[at + i]));
       value[r][i] = float(T(float(x[row + at + i]) + part));
@@ -98,7 +98,7 @@ ADD_NORM = Kernel(
       mtp::norm_factor<H>(mtp::sum_of_all<SIMDS>(square, next_parts, lane, simd_gid), EPS);
   UNROLL for (int r = 0; r < READS; r++) {
     const int at = first + r * READ * THREADS;
-    if (at >= H) break;
+    if (at >= H) continue;
     UNROLL for (int i = 0; i < READ; i++)
       normed[row + at + i] =
           T(mtp::weighed<T>(value[r][i], next_factor, float(next_weight[at + i])));

@@ -16,7 +16,7 @@ import mlx.core as mx
 Size = tuple[int, int, int]
 
 # Before loops over what lies in registers: an index that is known only when it runs would have
-# Metal put the array in memory.
+# Metal put the array in memory. Such loops have one exit, or a compiler may not unroll them.
 UNROLL = """
 #define UNROLL _Pragma("clang loop unroll(full)")
 """

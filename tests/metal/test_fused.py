@@ -265,7 +265,7 @@ BARRIER = "  threadgroup_barrier(mem_flags::mem_threadgroup);\n"
         ("add", BARRIER, ""),
         ("add", "(square, next_parts", "(square, parts"),
         ("add", "float(next_weight[at + i])", "float(next_weight[first + i])"),
-        ("add", "if (at >= H) break;", ""),  # chosen by a second reader
+        ("add", "if (at >= H) continue;", ""),  # chosen by a second reader
         ("heads", "offset[b] + t", "offset[0] + t"),
         ("heads", "value || (SHARED && !query)", "value || SHARED"),
         ("heads", "weight[at + i + D / 2]", "weight[at + i]"),
