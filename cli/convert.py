@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -82,7 +83,11 @@ def convert(
     say(conversion.summary(out))
     loading = Loading()
     try:
+        known = len(conversion.notices)
         conversion = conversion.fetch(loading)
+        for notice in conversion.notices[known:]:
+            say(notice)
+        check_place(out, conversion, force)
         write(conversion, out, loading)
         rows = compare(conversion, out, None if no_verify else loading)
     finally:
@@ -90,4 +95,7 @@ def convert(
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         emit(f"{name:<{width}}  {value}\n")
-    say(f'try it: mlx-mtp generate "Hello" --model {out}')
+    model = f"{shlex.quote(str(out))}"
+    if conversion.target is None:
+        model = f"TARGET --drafter {model}"
+    say(f'try it: mlx-mtp generate "Hello" --model {model}')

@@ -213,7 +213,7 @@ def parse_header(
             tensors[name] = Tensor(
                 name, entry["dtype"], shape, file, data_start + begin, end - begin
             )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise LoadError(f"{where} is not a safetensors file: its header cannot be read") from None
     in_order = sorted(tensors.values(), key=lambda t: (t.start, t.nbytes))
     for a, b in pairwise(in_order):

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from mlx_mtp.config import DRAFTER_TYPES, TargetConfig
 from mlx_mtp.errors import FitError, MtpError, UsageError
 from mlx_mtp.models.layers import cores
 from mlx_mtp.weights import fit
-from mlx_mtp.weights.checkpoint import INDEX, Checkpoint, Folder, Progress
+from mlx_mtp.weights.checkpoint import INDEX, Checkpoint, Folder, Progress, Source
 from mlx_mtp.weights.find import Found, find_pair, source_of
 from mlx_mtp.weights.jobs import DTYPES, Job, Side, Slot, side_of
 from mlx_mtp.weights.planned import Planned, plan_drafter, plan_target
@@ -86,14 +85,20 @@ class Conversion:
         """The same from files on this disk, after a download where needed. Their own headers say
         where data begin, and the data whether they lie on a grid. Raises LoadError."""
         sides: list[Side] = []
+        notices = list(self.notices)
         for side in self.sides:
             source = side.planned.source
             folder = source.fetch(side.files, progress)
             checkpoint = Checkpoint.open(Folder(folder, source.name, source.revision))
             make = plan_target if side is self.target else plan_drafter
             sides.append(self.how.side(make(checkpoint), side.place))
+            if not sides[-1].as_is and not sides[-1].planned.head_is_tied(folder):
+                notices.append(
+                    f"{source.name} ships an lm_head that differs from its embedding table, but "
+                    "its config ties the two: the head is left out"
+                )
         target = sides[0] if self.target else None
-        return Conversion(self.how, target, sides[-1] if self.drafter else None, self.notices)
+        return Conversion(self.how, target, sides[-1] if self.drafter else None, notices)
 
 
 def plan(
@@ -120,34 +125,57 @@ def plan(
         conversion = Conversion(how, how.side(found.target, ""), own, notices)
     if how.recipe is not None:
         how.recipe.check_used()
+    if how.dtype == "float16":
+        conversion.notices.append(
+            "Gemma 4's activations can overflow float16; bfloat16 is as small and safer"
+        )
     return conversion
 
 
 def check_place(out: Path, conversion: Conversion, force: bool) -> None:
-    """Raises UsageError where `out` is there already, FitError where its disk has too little room
-    for it beside what is still to be downloaded there."""
-    if out.exists() and not force:
+    """Raises UsageError where `out` is there already or cannot be, FitError where a disk has too
+    little room for it and for what is still to be downloaded."""
+    there = os.path.lexists(out)
+    if there and not force:
         raise UsageError(f"{out} is there already; --force replaces it")
-    if out.exists() and not (out / "config.json").is_file() and any(out.iterdir()):
-        raise UsageError(f"{out} holds something that is no checkpoint; it is not replaced")
+    if there and not (out.is_dir() and _replaceable(out)):
+        raise UsageError(f"{out} is no checkpoint; it is not replaced")
     for side in conversion.sides:
-        source = Path(side.planned.source.where("config.json")).parent
-        if source.resolve().is_relative_to(out.resolve()):
-            raise UsageError(f"{out} holds the source {source}; it is never written to")
-    needed = conversion.nbytes + conversion.to_download
-    free = shutil.disk_usage(_existing(out)).free
-    if free - needed < fit.DISK_RESERVE:
-        raise FitError(
-            f"the conversion needs {fit.gb(needed)} and would leave "
-            f"{fit.gb(max(free - needed, 0))} of {fit.gb(free)} free on the disk of {out}; 2 GB "
-            "are to stay free"
-        )
+        source = side.planned.source.disk.resolve()
+        if source.is_relative_to(out.resolve()) or out.resolve().is_relative_to(source):
+            raise UsageError(f"{out} may not hold the source {source}, nor lie in it")
+    parent = _existing(out.parent)
+    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        raise UsageError(f"{out} cannot be written: {parent} is no folder that may be written to")
+    needed: dict[int, list[tuple[Path, int]]] = {}  # of each disk
+    for side in conversion.sides:
+        disk = _existing(side.planned.source.disk)
+        load = side.planned.source.to_download(side.files)
+        for place, size in ((parent, side.nbytes), (disk, load)):
+            if size:
+                needed.setdefault(place.stat().st_dev, []).append((place, size))
+    for places in needed.values():
+        place, size = places[0][0], sum(size for _, size in places)
+        free = shutil.disk_usage(place).free
+        if free - size < fit.DISK_RESERVE:
+            raise FitError(
+                f"the conversion needs {fit.gb(size)} and would leave "
+                f"{fit.gb(max(free - size, 0))} of {fit.gb(free)} free on the disk of {place}; "
+                "2 GB are to stay free"
+            )
+
+
+def _replaceable(out: Path) -> bool:
+    names = [path.name for path in out.iterdir()]
+    weights = any(name.endswith(".safetensors") for name in names)
+    return not names or ("config.json" in names and weights)
 
 
 def write(conversion: Conversion, out: Path, progress: Progress | None = None) -> None:
     """Writes `out` from a conversion that was fetched; it replaces a folder of that name once all
     is there. Raises LoadError, MtpError for a disk that fails or is full."""
     tell = progress or (lambda *_: None)
+    out = Path(os.path.abspath(out))  # "." and ".." have no name
     try:
         with _staged(out) as stage:
             hashes: dict[str, str] = {}
@@ -169,30 +197,41 @@ def write(conversion: Conversion, out: Path, progress: Progress | None = None) -
                 place = stage / side.place
                 (place / "config.json.part").rename(place / "config.json")
     except OSError as error:
-        raise MtpError(f"{out} cannot be written: {error.strerror or error}") from None
+        where = f" ({error.filename})" if error.filename else ""
+        raise MtpError(f"{out} cannot be written: {error.strerror or error}{where}") from None
 
 
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
     """A folder beside `out` that becomes it at the end, and is gone if there was none."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    for left in out.parent.glob(f".{out.name}.part-*"):
-        if not _runs(left.name.rpartition("-")[2]):
-            shutil.rmtree(left, ignore_errors=True)
-    stage = out.parent / f".{out.name}.part-{os.getpid()}"
+    stage, old = (out.parent / f".{out.name}.{kind}-{os.getpid()}" for kind in ("part", "old"))
+    _clear(out, "part")
     stage.mkdir()
     try:
         yield stage
-        if out.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old-", dir=out.parent))
-            out.rename(old / "was")
-            stage.rename(out)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            stage.rename(out)
+        _clear(out, "old")
+        if os.path.lexists(out):
+            out.rename(old)
+        stage.rename(out)
+        _clear(out, "old")
     except BaseException:
+        if os.path.lexists(old) and not os.path.lexists(out):
+            old.rename(out)
         shutil.rmtree(stage, ignore_errors=True)
         raise
+
+
+def _clear(out: Path, kind: str) -> None:
+    """Removes what conversions to `out` left that were killed."""
+    begin = f".{out.name}.{kind}-"
+    for left in list(out.parent.iterdir()):
+        pid = left.name.removeprefix(begin)
+        if not left.name.startswith(begin) or (pid != str(os.getpid()) and _runs(pid)):
+            continue
+        if left.is_symlink():
+            left.unlink()
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _runs(pid: str) -> bool:
@@ -234,7 +273,7 @@ def _shards(jobs: list[Job]) -> list[list[Job]]:
 
 def _write_shard(side: Side, jobs: list[Job], folder: Path, path: Path) -> Iterator[int]:
     slots = [slot for job in jobs for slot in job.slots]
-    header, starts = _header(slots, "pt" if side.quantization is None else "mlx")
+    header, starts = _header(slots, "pt" if side.as_is and not side.bits else "mlx")
     with path.open("wb") as file, ThreadPoolExecutor(cores()) as pool:
         file.write(header)
         file.truncate(len(header) + sum(slot.nbytes for slot in slots))
@@ -292,19 +331,34 @@ def _write_beside(side: Side, folder: Path, place: Path) -> None:
     for name in side.beside:
         shutil.copyfile(folder / name, place / name)
     config = place / "config.json.part"
-    if side.quantization is None:
+    if side.as_is and side.dtype is None:
         shutil.copyfile(folder / "config.json", config)
-        return
+    else:
+        _write_json(config, _config(side))
+
+
+def _config(side: Side) -> dict[str, Any]:
+    """What the source says, with the packing and the dtype that it has now."""
+    blocks = ("quantization", "quantization_config")
     raw = dict(side.planned.checkpoint.config)
-    _write_json(
-        config, raw | dict.fromkeys(("quantization", "quantization_config"), side.quantization)
-    )
+    if not side.as_is:
+        raw = {key: value for key, value in raw.items() if key not in blocks}
+    if side.quantization is not None:
+        raw |= dict.fromkeys(blocks, side.quantization)
+    if side.dtype is not None:
+        said = {value: key for key, value in DTYPES.items()}[side.dtype]
+        for level in ("", "text_config"):
+            inner = raw.get(level) if level else raw
+            if isinstance(inner, dict):
+                now = inner | {key: said for key in ("dtype", "torch_dtype") if key in inner}
+                raw = raw | {level: now} if level else now
+    return raw
 
 
 def _manifest(conversion: Conversion, hashes: dict[str, str]) -> dict[str, Any]:
     def origin(side: Side | None) -> dict[str, Any] | None:
         source = side.planned.source if side else None
-        return {"source": source.name, "revision": source.revision} if source else None
+        return {"source": _title(source), "revision": source.revision} if source else None
 
     recipe = conversion.how.recipe
     return {
@@ -316,13 +370,21 @@ def _manifest(conversion: Conversion, hashes: dict[str, str]) -> dict[str, Any]:
         "bits": {
             f"{s.place}/{k}".lstrip("/"): v for s in conversion.sides for k, v in s.bits.items()
         },
-        "files": {name.removesuffix(".part"): digest for name, digest in hashes.items()},
+        "files": {
+            name.replace("config.json.part", "config.json"): digest
+            for name, digest in hashes.items()
+        },
     }
+
+
+def _title(source: Source) -> str:
+    """A hub id, or a folder's own name: where it lies is nobody's business."""
+    return source.name if source.revision else Path(os.path.abspath(source.name)).name
 
 
 def _card(conversion: Conversion, name: str) -> str:
     """The model card that the hub shows."""
-    sources = [side.planned.source.name for side in conversion.sides]
+    source = _title(conversion.sides[0].planned.source)
     known = [s.planned.source.name for s in conversion.sides if s.planned.source.revision]
     base = "".join(f"\n- {name}" for name in known)
     what = " and its MTP drafter" if conversion.target and conversion.drafter else ""
@@ -337,13 +399,23 @@ def _card(conversion: Conversion, name: str) -> str:
 ---
 # {name}
 
-{sources[0]}{what}, {packed}, converted with mlx-mtp. What was packed how, from which revisions,
+{source}{what}, {packed}, converted with mlx-mtp. What was packed how, from which revisions,
 and the hash of every file: `mlx_mtp.json`.
 
-    mlx-mtp generate "Hello" --model FOLDER-OR-ID
+{_use(conversion)}
+The terms of the models that it was made of apply.
+"""
+
+
+def _use(conversion: Conversion) -> str:
+    if conversion.target is None:
+        return """    mlx-mtp generate "Hello" --model TARGET --drafter FOLDER-OR-ID
+    mlx-mtp verify FOLDER
+"""
+    return """    mlx-mtp generate "Hello" --model FOLDER-OR-ID
     mlx-mtp verify FOLDER
 
-The target alone loads in mlx-lm and mlx-vlm. The terms of the models that it was made of apply.
+The target alone loads in mlx-lm and mlx-vlm.
 """
 
 

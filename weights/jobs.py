@@ -17,7 +17,7 @@ import numpy as np
 from mlx_mtp.config import DRAFTER_TYPES
 from mlx_mtp.errors import LoadError
 from mlx_mtp.weights import layout, qat
-from mlx_mtp.weights.checkpoint import INDEX, Tensor
+from mlx_mtp.weights.checkpoint import INDEX, OTHER_FORMATS, Tensor
 from mlx_mtp.weights.planned import Planned
 from mlx_mtp.weights.recipe import DRAFTER, Recipe, Scheme
 from mlx_mtp.weights.rows import read_rows
@@ -41,14 +41,15 @@ class Slot:
 
     @property
     def row_bytes(self) -> int:
-        return self.nbytes // _rows(self.shape)
+        return self.nbytes // max(_rows(self.shape), 1)
 
 
 @dataclass(frozen=True)
 class Job:
     """One tensor's way, by rows (its leading dimensions flattened). segments: which rows of the
     source, in order. scheme: how to pack it; packed: how the source is; grid: the source lies on
-    q4_0's grid. dtype: of floats, None as in the source."""
+    q4_0's grid. dtype: of floats, None as in the source. Without scheme and dtype, bytes are copied
+    whatever they mean."""
 
     slots: tuple[Slot, ...]
     sources: tuple[Tensor, ...]
@@ -60,10 +61,14 @@ class Job:
 
     @property
     def numbers(self) -> int:
-        """Weights of the output, however they are packed."""
-        first = self.slots[0]
+        """Weights, however they are packed. Scales and biases are none: they are in their
+        weights' bits."""
+        first = self.sources[0]
+        if first.name.endswith((".scales", ".biases")):
+            return 0
         width = first.shape[-1] if first.shape else 1
-        return _rows(first.shape) * (width * 32 // self.scheme.bits if self.scheme else width)
+        width = width * 32 // self.packed["bits"] if self.packed else width
+        return width * sum(end - begin for begin, end in self.segments)
 
     @property
     def rows(self) -> int:
@@ -72,7 +77,8 @@ class Job:
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
         """(first row of the source, one behind its last, first row of the output)."""
-        most = max(1, BLOCK // max(sum(t.nbytes for t in self.sources) // self.rows, 1))
+        row = sum(t.nbytes for t in self.sources) // max(self.rows, 1)
+        most = max(1, BLOCK // max(row, 1))
         done = 0
         for begin, end in self.segments:
             for at in range(begin, end, most):
@@ -81,7 +87,10 @@ class Job:
 
     def convert(self, folder: Path, begin: int, end: int) -> list[bytes]:
         """Those rows, for every slot. WAITS for the device."""
-        parts = [read_rows(folder / t.file, t, begin, end) for t in self.sources]
+        sources = self.sources
+        if self.scheme is None and self.dtype is None:
+            sources = tuple(_as_bytes(tensor) for tensor in sources)
+        parts = [read_rows(folder / t.file, t, begin, end) for t in sources]
         if self.packed is not None and (self.scheme or self.dtype):
             biases = parts[2] if len(parts) > 2 else None
             scheme, dtype = self.packed, MLX_TYPES[self.dtype] if self.dtype else None
@@ -98,14 +107,18 @@ class Job:
 
 @dataclass
 class Side:
-    """A target or a drafter on its way. folder: of its source, once fetched; place: where in the
-    output it goes. bits: path of each packed matrix -> bits."""
+    """A target or a drafter on its way. place: where in the output it goes. quantization: what its
+    config is to say, None for nothing; bits: name of each packed matrix, without `.weight`, in the
+    output -> bits. dtype: what its config is to say, None as it does. as_is: config and names are
+    the source's."""
 
     planned: Planned[Any]
     place: str
     jobs: list[Job]
     quantization: dict[str, Any] | None
     bits: dict[str, int]
+    dtype: str | None = None
+    as_is: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +127,7 @@ class Side:
     @property
     def read(self) -> int:
         """Bytes of the source's tensors."""
-        return sum(t.nbytes for job in self.jobs for t in job.sources)
+        return sum({t.name: t.nbytes for job in self.jobs for t in job.sources}.values())
 
     @property
     def numbers(self) -> int:
@@ -136,7 +149,7 @@ class Side:
             if size <= SMALL
             and name not in NOT_COPIED
             and not name.startswith(".")
-            and not name.endswith((".safetensors", ".index.json"))
+            and not name.endswith((".safetensors", ".index.json", *OTHER_FORMATS))
         ]
 
 
@@ -148,19 +161,31 @@ def side_of(
             f"{planned.source.name} is quantised already, and quantising it again loses more; take "
             "the original weights, or give --requantize"
         )
-    if recipe is None and dtype is None:
-        jobs = [_copy(t.name, t) for t in planned.checkpoint.tensors.values()]
-        return Side(
-            planned, place, jobs, None, {path: s["bits"] for path, s in planned.quantized.items()}
-        )
+    if recipe is None and not (dtype and planned.quantized):
+        parts = planned.plan.parts
+        packed = {parts[f"{p}.weight"].tensor.name: s for p, s in planned.quantized.items()}
+        jobs = [
+            _copy(name, t, None if layout.other_sense(name) else dtype, packed.get(name))
+            for name, t in planned.checkpoint.tensors.items()
+        ]
+        bits = {name.removesuffix(".weight"): s["bits"] for name, s in packed.items()}
+        return Side(planned, place, jobs, None, bits, dtype, as_is=True)
     return _Repack(planned, place, recipe, dtype).side()
 
 
-def _copy(name: str, tensor: Tensor, dtype: str | None = None) -> Job:
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The same rows as plain bytes."""
+    rows = _rows(tensor.shape)
+    return replace(tensor, dtype="U8", shape=(rows, tensor.nbytes // max(rows, 1)))
+
+
+def _copy(
+    name: str, tensor: Tensor, dtype: str | None = None, packed: Mapping[str, Any] | None = None
+) -> Job:
     kept = dtype if tensor.dtype in DTYPES.values() and dtype != tensor.dtype else None
     size = tensor.nbytes * ITEMSIZE[kept] // ITEMSIZE[tensor.dtype] if kept else tensor.nbytes
     slot = Slot(name, kept or tensor.dtype, tensor.shape, size)
-    return Job((slot,), (tensor,), ((0, _rows(tensor.shape)),), dtype=kept)
+    return Job((slot,), (tensor,), ((0, _rows(tensor.shape)),), packed=packed, dtype=kept)
 
 
 class _Repack:
@@ -196,7 +221,7 @@ class _Repack:
         quantization = None
         if self.recipe is not None:
             quantization = {**self.recipe.base.as_dict(), **self.stated}
-        return Side(self.planned, self.place, jobs, quantization, self.bits)
+        return Side(self.planned, self.place, jobs, quantization, self.bits, self.dtype)
 
     def _name(self, key: str, part: layout.Part) -> str:
         if self.drafter:

@@ -163,7 +163,7 @@ def _scheme(
     if packed is None:
         raise LoadError(f"{where}: {scales.tensor.name} has no weight beside it")
     # Both follow from the packed shapes, so a wrong global default cannot mislead.
-    groups, words = scales.shape[-1], packed.shape[-1]
+    groups, words = (part.shape[-1] if part.shape else 0 for part in (scales, packed))
     bits, group_size = words * 32 // width, width // max(groups, 1)
     mode = "affine"
     if scales.tensor.dtype == "U8":

@@ -125,7 +125,7 @@ class Planned(Generic[Model]):
         for array in arrays.values():
             mx.eval(array)
             mx.clear_cache()
-        if self.plan.head and not self._head_is_tied(folder):
+        if not self.head_is_tied(folder):
             self.notices.append(
                 f"{self.source.name} ships an lm_head that differs from its embedding table, but "
                 "its config ties the two: the table is used"
@@ -176,8 +176,9 @@ class Planned(Generic[Model]):
             if piece:
                 yield piece, size
 
-    def _head_is_tied(self, folder: Path) -> bool:
-        """Whether a tied model's lm_head repeats the table, compared byte by byte on disk."""
+    def head_is_tied(self, folder: Path) -> bool:
+        """Whether a tied model's lm_head, if it ships one, repeats the table, compared byte by
+        byte on disk."""
         for name, tensor in self.plan.head.items():
             part = self.plan.parts.get(name.replace("lm_head.", "embed_tokens."))
             if part is None or not _same_bytes(folder, tensor, part.tensor):

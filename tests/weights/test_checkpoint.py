@@ -232,3 +232,11 @@ def test_case_g29_all_layouts_load_the_same(tmp_path: Path, shape: str) -> None:
     for other in others:
         assert first.keys() == other.keys()
         assert all(mx.array_equal(first[k], other[k]) for k in first)
+
+
+def test_a_header_nested_without_end(tmp_path: Path) -> None:
+    folder = write_target(tmp_path)
+    header = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    whole = len(header).to_bytes(8, "little") + header
+    (folder / "model.safetensors").write_bytes(whole)
+    assert "model.safetensors is not a safetensors file" in refused(folder)
