@@ -157,9 +157,9 @@ def contest(alike: list[Site], rows: int) -> Contest:
 
 def sites(model: Model) -> Iterator[Site]:
     """All sites of a wrapped model, but that of attention, which depends on the KV."""
-    dtype = model.norm.weight.dtype
+    dtype, whole = model.norm.weight.dtype, model.get("lm_head")
     for _, module in model.named_modules():
-        if isinstance(module, RowsLinear):
+        if isinstance(module, RowsLinear) and module is not whole:
             yield product_site(module, dtype)
         elif isinstance(module, Experts) and (site := experts_site(module, dtype)):
             yield site
@@ -168,6 +168,9 @@ def sites(model: Model) -> Iterator[Site]:
             yield heads_site(module.self_attn, model.config.text, dtype)
     if site := head_site(model, dtype):
         yield site
+    if isinstance(whole, RowsLinear):
+        # Last, for it is large, and needed only where a short list will not do.
+        yield product_site(whole, dtype)
 
 
 def product_site(module: RowsLinear, dtype: mx.Dtype) -> Site:

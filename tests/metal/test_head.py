@@ -167,14 +167,16 @@ def test_tables_that_would_leave_rows_or_inputs_over_are_refused():
 
 
 def test_clusters_have_names():
-    """Two of four clusters of 128, whose rows stand for tokens in another order."""
+    """Two of four clusters of 128, whose rows stand for tokens in another order; every sequence
+    has biases of its own."""
     rows = table(256, ("affine", 8, 64), rows=512)
     clusters = Packed(*(part.reshape(4, 128, -1) for part in rows.arrays), 8, 64, "affine")
     names = mx.random.permutation(512, key=mx.random.key(1)).astype(mx.int32)
     x, chosen = hidden(2, 256), mx.array([[3, 1], [0, 2]], dtype=mx.int32)
-    launch = head.score(x, clusters, sequences=2, chosen=chosen, names=names)
+    adjust = Adjustments(bias=10 * numbers(2, 512, seed=5))
+    launch = head.score(x, clusters, sequences=2, chosen=chosen, names=names, adjust=adjust)
     values, tokens = run(launch)
-    logits = logits_of(x, rows, None).reshape(2, 4, 2, 64)
+    logits = (logits_of(x, rows, None) + adjust.bias[:, names]).reshape(2, 4, 2, 64)
     for row in range(2):
         wanted = logits[row, chosen[row]].reshape(4, 64)
         assert mx.allclose(values[row], wanted.max(-1), rtol=1e-5, atol=1e-5)
