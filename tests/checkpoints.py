@@ -319,7 +319,7 @@ def write_vlm_quantized(
     tensors: dict[str, mx.array] = {}
     for file in sorted(source.glob("*.safetensors")):
         for name, array in mx.load(str(file)).items():  # type: ignore[union-attr]
-            tensors.update(_vlm_names(name, array))
+            tensors.update(vlm_names(name, array))
     packed: dict[str, mx.array] = {}
     for name, array in tensors.items():
         path = name.removesuffix(".weight")
@@ -339,7 +339,7 @@ def write_vlm_quantized(
     return folder
 
 
-def _vlm_names(name: str, array: mx.array) -> dict[str, mx.array]:
+def vlm_names(name: str, array: mx.array) -> dict[str, mx.array]:
     name = name.replace("model.language_model.", "language_model.model.")
     base, _, leaf = name.rpartition(".experts.")
     if leaf == "gate_up_proj":

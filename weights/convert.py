@@ -28,6 +28,7 @@ from mlx_mtp.weights.checkpoint import INDEX, Checkpoint, Folder, Progress, Sour
 from mlx_mtp.weights.find import Found, find_pair, source_of
 from mlx_mtp.weights.jobs import DTYPES, Job, Side, Slot, side_of
 from mlx_mtp.weights.planned import Planned, plan_drafter, plan_target
+from mlx_mtp.weights.proof import prove
 from mlx_mtp.weights.recipe import Recipe
 
 SHARD = 4 << 30  # bytes of a weight file at most, but for a larger tensor
@@ -448,7 +449,5 @@ def compare(conversion: Conversion, out: Path, progress: Progress | None) -> lis
         target, drafter = conversion.target.planned, conversion.drafter
         config = TargetConfig.from_dict(target.checkpoint.config)
         source = Found(config, target, drafter.planned if drafter else None)
-        from mlx_mtp.weights.proof import prove
-
         rows += prove(source, find_pair(str(out), "auto" if drafter else None), progress).rows()
     return rows

@@ -115,7 +115,7 @@ class Planned(Generic[Model]):
                 tell(what, done, total)
         except (RuntimeError, OSError) as error:
             raise LoadError(f"{self.source.name}: a weight file cannot be read: {error}") from None
-        self._check_ordering(dict(weights))
+        self.check_ordering(dict(weights))
         self.module.load_weights(weights)
         del weights, piece
         if on_cpu() and float32:
@@ -131,7 +131,7 @@ class Planned(Generic[Model]):
                 "its config ties the two: the table is used"
             )
 
-    def _check_ordering(self, weights: dict[str, mx.array]) -> None:
+    def check_ordering(self, weights: dict[str, mx.array]) -> None:
         """MLX reads out of bounds without an error, so ids that index a table are checked."""
         name = "masked_embedding.token_ordering"
         if name in weights:

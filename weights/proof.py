@@ -147,7 +147,7 @@ def _first_drafts(
     if clusters is None:
         return scores.argmax(-1)
     ordering = drafter.masked_embedding.token_ordering
-    planned._check_ordering({"masked_embedding.token_ordering": ordering})
+    planned.check_ordering({"masked_embedding.token_ordering": ordering})
     ids = ordering.reshape(drafter.config.num_centroids, -1)[clusters].flatten(1)
     best = mx.take_along_axis(scores, ids, -1).argmax(-1, keepdims=True)
     return mx.take_along_axis(ids, best, -1)[:, 0]

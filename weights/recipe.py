@@ -1,7 +1,8 @@
 """How many bits each matrix of a pair is stored in: pure decisions on names and widths.
 
 The default is made for Gemma 4 with MTP. Per-layer embeddings and routers ruin the model below
-8 bits; the table is the head, too; a drafter is small, and what it loses costs acceptance.
+8 bits; the table is the head, too; a drafter is small, and what it loses costs acceptance, above
+all where its head chooses the tokens that are scored at all.
 """
 
 from __future__ import annotations
@@ -80,16 +81,20 @@ class Recipe:
         return {"base": self.base.as_dict(), "rules": [list(rule) for rule in self.rules]}
 
     def check_used(self) -> None:
-        """Raises UsageError for a rule of the user's that no path matched, as a typo does."""
+        """Raises UsageError for a rule of the user's that decided nothing, as a typo does."""
         for pattern, _ in self.rules[: self.own]:
             if pattern not in self.used:
-                raise UsageError(f"the recipe's pattern {pattern!r} matches no matrix")
+                raise UsageError(
+                    f"the recipe's pattern {pattern!r} matches no matrix that the lines before it "
+                    "leave"
+                )
 
 
 def default_rules(bits: int) -> tuple[tuple[str, int], ...]:
     """For a pair whose other matrices take `bits`."""
     eight = ("embed_tokens_per_layer", "per_layer_model_projection", "*.per_layer_*", "*.router.*")
     return (
+        (f"{DRAFTER}masked_embedding.*", 0),
         (f"{DRAFTER}*", 8),
         *((pattern, 8) for pattern in eight),
         ("embed_tokens", max(bits, 6)),
@@ -112,7 +117,7 @@ def make(
             raise UsageError(f"mode is {mode}; it must be affine, {', '.join(FLOATS)}")
         return None
     usual = FLOATS[mode][1] if mode in FLOATS else 64
-    base = Scheme(bits, group_size or usual, mode)
+    base = Scheme(bits, usual if group_size is None else group_size, mode)
     own = tuple(_read(file)) if file else ()
     return Recipe(base, (*own, *default_rules(bits)), len(own))
 
@@ -125,6 +130,6 @@ def _read(file: Path) -> Iterable[tuple[str, int]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f'{file} is no recipe, lines of "pattern" = bits: {error}') from None
     for pattern, bits in rules.items():
-        if not isinstance(bits, int) or bits not in (0, *AFFINE_BITS):
+        if type(bits) is not int or bits not in (0, *AFFINE_BITS):
             raise UsageError(f"{file}: {pattern!r} is {bits!r}; it must be 0 or {AFFINE_BITS}")
         yield pattern, bits
