@@ -74,8 +74,8 @@ class Recipe:
         if width % found.group_size == 0:
             return found
         # As MLX packs a narrow matrix: by the largest group that divides it.
-        group = next((g for g in reversed(AFFINE_GROUPS) if width % g == 0), None)
-        return None if group is None or found.mode != "affine" else Scheme(found.bits, group)
+        narrow = next((g for g in reversed(AFFINE_GROUPS) if width % g == 0), None)
+        return None if narrow is None or found.mode != "affine" else Scheme(found.bits, narrow)
 
     def as_dict(self) -> dict[str, Any]:
         return {"base": self.base.as_dict(), "rules": [list(rule) for rule in self.rules]}
