@@ -142,8 +142,10 @@ def test_add_norm_is_the_stock_operations(width, kind):
 
 @pytest.mark.parametrize("width", [36, 132, 2052])
 def test_threads_may_be_left_over(width):
-    """No width of the targets leaves any; with a scale and a second norm at once."""
-    given = rows_to_add(width, scaled=True, then=True)
+    """No width of the targets leaves any; with a scale and a second norm at once, which only turns
+    where the scale does."""
+    x, a, weight, scale, next_weight = rows_to_add(width, scaled=True, then=True)
+    given = x, a, weight, -scale, next_weight
     assert fused.fits_add(*given)
     assert error(run(add(given)), fused.reference_add(*given, eps=EPS)) < 1e-5
 
