@@ -17,7 +17,7 @@ WIDER = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.2e-2}
 
 
 def long_kv(rows: int, heads: int, slots: int, dtype: mx.Dtype, bits: int = 0) -> LongKV:
-    """Random K and V; slots behind the text hold large numbers, which must not matter."""
+    """Random K and V, also in the slots behind the text, which must not matter."""
     halves = [numbers(rows, heads, slots, D, dtype=dtype, seed=seed) for seed in (1, 2)]
     if not bits:
         return LongKV(tuple(halves), D)
@@ -59,6 +59,12 @@ def test_the_full_layers_of_the_targets_at_every_number_of_rows(name, dtype):
 def test_packed_kv(bits, dtype):
     for tokens in (1, 4):
         check(block(1, 8, tokens, dtype), long_kv(1, 2, 256, dtype, bits), mx.array([99]))
+
+
+def test_packed_kv_may_have_smaller_groups():
+    halves = long_kv(1, 2, 64, mx.float32).parts
+    parts = tuple(part for half in halves for part in mx.quantize(half, 32, 8))
+    check(block(1, 8, 1, mx.float32), LongKV(parts, D, 8, 32), mx.array([50]))
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
