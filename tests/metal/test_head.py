@@ -131,12 +131,16 @@ def test_the_first_token_of_a_block_stands_for_one_that_is_banned():
 
 
 def test_logits_are_rounded_where_the_stock_operations_round():
-    """bfloat16 logits, of which a rounding more or less moves every fifth."""
+    """bfloat16 logits, of which a rounding more or less moves every fifth; biases are added in
+    float32."""
     weights, x = table(256, dtype=mx.bfloat16), hidden(4, 256, mx.bfloat16)
+    adjust = Adjustments(bias=numbers(1, VOCAB, seed=4))
     for cap in (None, CAP):
-        values = logits_of(x, weights, cap).astype(mx.float32)
+        values = logits_of(x, weights, cap).astype(mx.float32) + adjust.bias
         chosen = mx.broadcast_to(mx.arange(4), (4, 4)).astype(mx.int32)
-        launch = head.score(x, weights, sequences=1, cap=cap, chosen=chosen, best=False)
+        launch = head.score(
+            x, weights, sequences=1, cap=cap, adjust=adjust, chosen=chosen, best=False
+        )
         assert mx.mean(run(launch)[0] != values).item() < 0.05
 
 
