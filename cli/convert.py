@@ -95,7 +95,7 @@ def convert(
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         emit(f"{name:<{width}}  {value}\n")
-    model = f"{shlex.quote(str(out))}"
+    model = shlex.quote(str(out))
     if conversion.target is None:
         model = f"TARGET --drafter {model}"
     say(f'try it: mlx-mtp generate "Hello" --model {model}')

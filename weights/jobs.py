@@ -138,7 +138,7 @@ class Side:
     def files(self) -> list[str]:
         """What is read of the source."""
         weights = {t.file for job in self.jobs for t in job.sources}
-        return [*self.beside, *sorted(weights), "config.json"]
+        return ["config.json", *self.beside, *sorted(weights)]
 
     @property
     def beside(self) -> list[str]:

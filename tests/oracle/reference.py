@@ -199,12 +199,12 @@ def candidates(drafter: Any, target: Any, prompt: list[int], bonus: int, steps: 
 
 
 @torch.no_grad()
-def greedy(target: Any, prompt: list[int], tokens: int) -> list[int]:
-    """transformers' `generate` with its cache; nothing ends it early."""
+def greedy(target: Any, prompt: list[int], tokens: int, **options: Any) -> list[int]:
+    """transformers' `generate` with its cache; nothing ends it early. options: of `generate`."""
     settings = _settings(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
     # An assigned config keeps `generate` from falling back to the model's own EOS.
     target.generation_config = settings
-    out = target.generate(torch.tensor([prompt]), generation_config=settings)
+    out = target.generate(torch.tensor([prompt]), generation_config=settings, **options)
     text: list[int] = out[0, len(prompt) :].tolist()
     return text
 

@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+SECRET = "hf_doNotShowThis"  # a token that must not be seen
+
 
 @dataclass
 class FakeHub:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from huggingface_hub import constants, file_download
+from huggingface_hub import constants
 
 from mlx_mtp.errors import FitError, LoadError
 from mlx_mtp.weights import fit, hub
@@ -18,21 +17,9 @@ from mlx_mtp.weights.checkpoint import Folder, cache_root
 from mlx_mtp.weights.inspect import inspect_model
 from mlx_mtp.weights.load import load_pair
 from tests.checkpoints import add_tokenizer, write_drafter, write_target
-from tests.weights.fake_hub import FakeHub
+from tests.weights.fake_hub import SECRET, FakeHub
 
 TARGET, DRAFTER = "google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant"
-SECRET = "hf_doNotShowThis"
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    server = FakeHub()
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_TOKEN", SECRET)
-    monkeypatch.setattr(file_download.time, "sleep", lambda _: None)
-    yield server
-    server.close()
 
 
 @pytest.fixture
