@@ -22,7 +22,8 @@ from mlx_mtp.weights.planned import Planned
 from mlx_mtp.weights.recipe import DRAFTER, Recipe, Scheme
 from mlx_mtp.weights.rows import read_rows
 
-BLOCK = 16 << 20  # bytes of source rows in one piece of work
+# Bytes of source rows in one piece of work: an interrupt waits for those that are begun.
+BLOCK = 4 << 20
 SMALL = 64 << 20  # larger files beside the weights are not part of a checkpoint
 NOT_COPIED = ("README.md", "config.json", "mlx_mtp.json", INDEX)
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -218,10 +219,21 @@ class _Repack:
         for name, tensor in self.planned.checkpoint.tensors.items():
             if layout.other_sense(name):
                 jobs.append(_copy(name, tensor))
-        quantization = None
+        quantization, towers = None, self._packed_towers()
         if self.recipe is not None:
-            quantization = {**self.recipe.base.as_dict(), **self.stated}
+            quantization = {**self.recipe.base.as_dict(), **self.stated, **towers}
+        elif towers:
+            quantization = {**next(iter(towers.values())), **towers}
         return Side(self.planned, self.place, jobs, quantization, self.bits, self.dtype)
+
+    def _packed_towers(self) -> dict[str, Any]:
+        """What the source's config says of towers that are packed already: they stay so."""
+        config = self.planned.checkpoint.config
+        block = config.get("quantization") or config.get("quantization_config") or {}
+        base = {key: block[key] for key in ("group_size", "bits", "mode") if key in block}
+        names = self.planned.checkpoint.tensors
+        stems = [n.removesuffix(".scales") for n in names if n.endswith(".scales")]
+        return {stem: block.get(stem) or base for stem in stems if layout.other_sense(stem)}
 
     def _name(self, key: str, part: layout.Part) -> str:
         if self.drafter:

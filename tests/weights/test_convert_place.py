@@ -172,6 +172,24 @@ def test_case_g24_a_disk_that_fills_up_at_any_moment(
     assert leftovers(out) == []
 
 
+def test_the_old_one_comes_back_if_the_new_cannot_take_its_place(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = convert(source, source.parent / "out", 4)
+    before, rename = hashes(out), Path.rename
+
+    def busy(path: Path, to: Path) -> Path:
+        if ".out.part-" in path.name and to.name == "out":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", busy)
+    with pytest.raises(MtpError, match="out cannot be written: Device or resource busy"):
+        convert(source, out)
+    assert hashes(out) == before
+    assert leftovers(out) == []
+
+
 def test_a_source_that_shrinks_meanwhile(source: Path) -> None:
     ready = plan(str(source), How(), drafter=None).fetch(None)
     weights = source / "model.safetensors"

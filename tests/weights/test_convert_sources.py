@@ -16,8 +16,17 @@ from mlx_mtp.errors import LoadError
 from mlx_mtp.weights.checkpoint import INDEX
 from mlx_mtp.weights.convert import How, plan
 from mlx_mtp.weights.load import load_target
-from tests.checkpoints import target_config, write_quantized
-from tests.weights.conversions import array, config_of, convert, headers, leftovers, raw, target
+from tests.checkpoints import target_config, write, write_quantized, write_vlm_quantized
+from tests.weights.conversions import (
+    array,
+    arrays,
+    config_of,
+    convert,
+    headers,
+    leftovers,
+    raw,
+    target,
+)
 
 LEAVES = ("weight", "scales", "biases")
 
@@ -45,6 +54,28 @@ def test_case_g13_packed_already(tmp_path: Path) -> None:
         assert mx.array_equal(array(again, f"{at}.{leaf}"), wanted)
     assert config_of(again)["quantization"]["bits"] == 4
     load_target(again)
+
+
+@pytest.mark.parametrize("asked", [{"bits": 8}, {"dtype": "float32"}], ids=str)
+def test_towers_that_are_packed_stay_as_they_were(tmp_path: Path, asked: dict[str, Any]) -> None:
+    plain = target(tmp_path / "a", vision=True)
+    source = write_vlm_quantized(plain, tmp_path / "b", bits=4, group_size=32)
+    config, tensors, at = config_of(source), arrays(source), "vision_tower.blocks.0"
+    packed = mx.quantize(mx.ones((4, 64)), group_size=64, bits=6)
+    tensors |= {f"{at}.{leaf}": part for leaf, part in zip(LEAVES, packed, strict=True)}
+    packed = mx.quantize(mx.ones((4, 64)), group_size=32, bits=4)
+    other = "embed_vision.proj"
+    tensors.pop(f"model.{other}.weight")
+    tensors |= {f"{other}.{leaf}": part for leaf, part in zip(LEAVES, packed, strict=True)}
+    config["quantization"][at] = {"group_size": 64, "bits": 6}
+    write(source, config, tensors)
+    out = convert(source, tmp_path / "c", requantize=True, **asked)
+    block = config_of(out)["quantization"]
+    assert block[at] == {"group_size": 64, "bits": 6}
+    assert block[other] == {"group_size": 32, "bits": 4, "mode": "affine"}
+    for name in (f"{stem}.{leaf}" for stem in (at, other) for leaf in LEAVES):
+        assert mx.array_equal(array(out, name), tensors[name])
+    load_target(out)
 
 
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4"])
