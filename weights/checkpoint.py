@@ -103,6 +103,8 @@ class Folder:
         """The folder `given`; `models--owner--name` of a hub cache means its snapshot `revision`
         (default main). Raises LoadError, UsageError."""
         path = Path(given).expanduser()
+        if path.is_file() and path.suffix in OTHER_FORMATS:
+            refuse_other_formats(cls(path.parent), path.name)
         if path.is_file():
             raise LoadError(f"{path} is a file; give the folder that holds config.json")
         if not path.is_dir():
@@ -278,9 +280,9 @@ def read_json(source: Source, file: str) -> dict[str, Any]:
     return value
 
 
-def refuse_other_formats(source: Source) -> None:
-    """Raises LoadError naming the first weight file that is not safetensors."""
-    for file in source.files():
+def refuse_other_formats(source: Source, named: str | None = None) -> None:
+    """Raises LoadError naming the file, else the first weight file, that is not safetensors."""
+    for file in [named] if named else source.files():
         if file.endswith(OTHER_FORMATS):
             raise LoadError(
                 f"{source.where(file)}: {Path(file).suffix} weights cannot be read; mlx-mtp needs "

@@ -16,15 +16,15 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import metadata
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from mlx_mtp.config import DRAFTER_TYPES, TargetConfig
 from mlx_mtp.errors import FitError, MtpError, UsageError
 from mlx_mtp.models.layers import cores
-from mlx_mtp.weights import fit
-from mlx_mtp.weights.checkpoint import INDEX, Checkpoint, Folder, Progress, Source
+from mlx_mtp.weights import fit, listing
+from mlx_mtp.weights.checkpoint import INDEX, Checkpoint, Folder, Progress
 from mlx_mtp.weights.find import Found, find_pair, source_of
 from mlx_mtp.weights.jobs import DTYPES, Job, Side, Slot, side_of
 from mlx_mtp.weights.planned import Planned, plan_drafter, plan_target
@@ -32,7 +32,6 @@ from mlx_mtp.weights.proof import prove
 from mlx_mtp.weights.recipe import Recipe
 
 SHARD = 4 << 30  # bytes of a weight file at most, but for a larger tensor
-FORMAT = 1  # of mlx_mtp.json
 
 
 @dataclass(frozen=True)
@@ -190,10 +189,10 @@ def write(conversion: Conversion, out: Path, progress: Progress | None = None) -
                     done += count
                     tell(f"write {out.name}", min(done, total), total)
                 _write_beside(side, folder, place)
-            (stage / "README.md").write_text(_card(conversion, out.name), "utf-8")
+            (stage / "README.md").write_text(listing.card(conversion, out.name), "utf-8")
             for path in sorted(p for p in stage.rglob("*") if p.is_file()):
                 hashes[path.relative_to(stage).as_posix()] = sha256(path)
-            _write_json(stage / "mlx_mtp.json", _manifest(conversion, hashes))
+            _write_json(stage / "mlx_mtp.json", listing.manifest(conversion, hashes))
             for side in reversed(conversion.sides):
                 place = stage / side.place
                 (place / "config.json.part").rename(place / "config.json")
@@ -275,7 +274,7 @@ def _shards(jobs: list[Job]) -> list[list[Job]]:
 def _write_shard(side: Side, jobs: list[Job], folder: Path, path: Path) -> Iterator[int]:
     slots = [slot for job in jobs for slot in job.slots]
     header, starts = _header(slots, "pt" if side.as_is and not side.bits else "mlx")
-    with path.open("wb") as file, ThreadPoolExecutor(cores()) as pool:
+    with path.open("wb") as file:
         file.write(header)
         file.truncate(len(header) + sum(slot.nbytes for slot in slots))
         file.flush()
@@ -291,7 +290,7 @@ def _write_shard(side: Side, jobs: list[Job], folder: Path, path: Path) -> Itera
         try:
             for job in jobs:
                 for block in job.blocks():
-                    running.add(pool.submit(work, job, *block))
+                    running.add(_pool().submit(work, job, *block))
                     if len(running) > 2 * cores():
                         done, running = wait(running, return_when=FIRST_COMPLETED)
                         yield sum(future.result() for future in done)
@@ -299,8 +298,14 @@ def _write_shard(side: Side, jobs: list[Job], folder: Path, path: Path) -> Itera
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 yield sum(future.result() for future in done)
         finally:
-            pool.shutdown(cancel_futures=True)
+            wait([future for future in running if not future.cancel()])  # before the file closes
         os.fsync(descriptor)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    """One for all: of every thread that there ever was, MLX keeps a stream."""
+    return ThreadPoolExecutor(cores())
 
 
 def _write_at(descriptor: int, data: bytes, at: int) -> None:
@@ -354,70 +359,6 @@ def _config(side: Side) -> dict[str, Any]:
                 now = inner | {key: said for key in ("dtype", "torch_dtype") if key in inner}
                 raw = raw | {level: now} if level else now
     return raw
-
-
-def _manifest(conversion: Conversion, hashes: dict[str, str]) -> dict[str, Any]:
-    def origin(side: Side | None) -> dict[str, Any] | None:
-        source = side.planned.source if side else None
-        return {"source": _title(source), "revision": source.revision} if source else None
-
-    recipe = conversion.how.recipe
-    return {
-        "format": FORMAT,
-        "made_by": f"mlx-mtp {metadata.version('mlx-mtp')}",
-        "target": origin(conversion.target),
-        "drafter": origin(conversion.drafter),
-        "recipe": recipe.as_dict() if recipe else None,
-        "bits": {
-            f"{s.place}/{k}".lstrip("/"): v for s in conversion.sides for k, v in s.bits.items()
-        },
-        "files": {
-            name.replace("config.json.part", "config.json"): digest
-            for name, digest in hashes.items()
-        },
-    }
-
-
-def _title(source: Source) -> str:
-    """A hub id, or a folder's own name: where it lies is nobody's business."""
-    return source.name if source.revision else Path(os.path.abspath(source.name)).name
-
-
-def _card(conversion: Conversion, name: str) -> str:
-    """The model card that the hub shows."""
-    source = _title(conversion.sides[0].planned.source)
-    known = [s.planned.source.name for s in conversion.sides if s.planned.source.revision]
-    base = "".join(f"\n- {name}" for name in known)
-    what = " and its MTP drafter" if conversion.target and conversion.drafter else ""
-    packed = "as stored"
-    if conversion.how.recipe:
-        scheme = conversion.how.recipe.base
-        packed = f"{scheme.bits} bits ({scheme.mode}, groups of {scheme.group_size})"
-    front = "library_name: mlx-mtp\ntags:\n- mlx\n- gemma4\n- speculative-decoding"
-    front += f"\nbase_model:{base}" if base else ""
-    return f"""---
-{front}
----
-# {name}
-
-{source}{what}, {packed}, converted with mlx-mtp. What was packed how, from which revisions,
-and the hash of every file: `mlx_mtp.json`.
-
-{_use(conversion)}
-The terms of the models that it was made of apply.
-"""
-
-
-def _use(conversion: Conversion) -> str:
-    if conversion.target is None:
-        return """    mlx-mtp generate "Hello" --model TARGET --drafter FOLDER-OR-ID
-    mlx-mtp verify FOLDER
-"""
-    return """    mlx-mtp generate "Hello" --model FOLDER-OR-ID
-    mlx-mtp verify FOLDER
-
-The target alone loads in mlx-lm and mlx-vlm.
-"""
 
 
 def sha256(path: Path) -> str:

@@ -20,7 +20,7 @@ import pytest
 from mlx_mtp.errors import FitError, LoadError, MtpError, UsageError
 from mlx_mtp.models.layers import cores
 from mlx_mtp.weights import convert as conversion
-from mlx_mtp.weights import fit, jobs
+from mlx_mtp.weights import fit, jobs, listing
 from mlx_mtp.weights import recipe as recipes
 from mlx_mtp.weights.convert import How, check_place, plan, write
 from mlx_mtp.weights.load import load_pair, load_target
@@ -164,7 +164,7 @@ def test_case_g24_a_disk_that_fills_up_at_any_moment(
 
     out = convert(source, source.parent / "out", 4)
     before = hashes(out)
-    where = ((os, "pwrite"), (os, "fsync"), (shutil, "copyfile"), (conversion, "_card"))
+    where = ((os, "pwrite"), (os, "fsync"), (shutil, "copyfile"), (listing, "card"))
     monkeypatch.setattr(*where[step], no_space)
     with pytest.raises(MtpError, match="out cannot be written: No space left on device"):
         convert(source, out)
@@ -291,3 +291,14 @@ def test_case_g23_memory_is_a_few_blocks_whatever_the_size(
     blocks = min(cores(), 16) * 8 * jobs.BLOCK
     assert mx.get_peak_memory() - before < blocks
     assert python < blocks + (2 << 20)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted on Linux")
+def test_threads_do_not_add_up(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX keeps something of every thread that ever used it."""
+    monkeypatch.setattr(conversion, "SHARD", 50_000)
+    counts = []
+    for name in "abc":
+        convert(source, source.parent / name, 4)
+        counts.append(len(os.listdir("/proc/self/task")))
+    assert counts[0] == counts[-1]

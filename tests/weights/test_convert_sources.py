@@ -110,7 +110,7 @@ def test_files_of_other_programs_are_refused_by_name(tmp_path: Path, name: str) 
     (tmp_path / "a" / name).write_bytes(b"x")
     told = refused(tmp_path / "a", tmp_path / "b")
     assert f"a/{name}: .{name.partition('.')[2]} weights cannot be read" in told
-    refused(tmp_path / "a" / name, tmp_path / "b")
+    assert refused(tmp_path / "a" / name, tmp_path / "b") == told
 
 
 def _cut(folder: Path) -> None:
