@@ -189,7 +189,7 @@ def write(conversion: Conversion, out: Path, progress: Progress | None = None) -
                     done += count
                     tell(f"write {out.name}", min(done, total), total)
                 _write_beside(side, folder, place)
-            (stage / "README.md").write_text(listing.card(conversion, out.name), "utf-8")
+            _write_text(stage / "README.md", listing.card(conversion, out.name))
             for path in sorted(p for p in stage.rglob("*") if p.is_file()):
                 hashes[path.relative_to(stage).as_posix()] = sha256(path)
             _write_json(stage / "mlx_mtp.json", listing.manifest(conversion, hashes))
@@ -367,7 +367,11 @@ def sha256(path: Path) -> str:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    _write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, "utf-8", "backslashreplace")  # a folder's name may be no UTF-8
 
 
 def _existing(path: Path) -> Path:

@@ -87,7 +87,7 @@ class Job:
             done += end - begin
 
     def convert(self, folder: Path, begin: int, end: int) -> list[bytes]:
-        """Those rows, for every slot. WAITS for the device."""
+        """Those rows, for every slot. WAITS for the device. Raises LoadError."""
         sources = self.sources
         if self.scheme is None and self.dtype is None:
             sources = tuple(_as_bytes(tensor) for tensor in sources)
@@ -99,6 +99,10 @@ class Job:
             parts = [mx.dequantize(parts[0], parts[1], biases, *packing, dtype=dtype)]
         elif self.dtype is not None:
             parts = [part.astype(MLX_TYPES[self.dtype]) for part in parts]
+        if self.dtype == "F16" and not mx.isfinite(parts[0]).all():
+            raise LoadError(
+                f"{self.sources[0].name} has numbers that float16 cannot hold; take bfloat16"
+            )
         if self.scheme is not None:
             plain = mx.quantize(parts[0], **self.scheme.as_dict())
             parts = list(qat.on_grid(parts[0], plain) if self.grid else plain)

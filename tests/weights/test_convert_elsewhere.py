@@ -143,3 +143,19 @@ def test_the_same_bits_as_mlx_lms_own_conversion(tmp_path: Path, shape: str) -> 
     leaves = (".scales", ".biases")  # they leave matrices of 32 columns as floats
     names = [{n for n in written if not n.endswith(leaves)} for written in (found, theirs)]
     assert names[0] == names[1]
+
+
+def by_layer(path: str, module: Any) -> bool | dict[str, Any]:
+    if not hasattr(module, "to_quantized") or "q_proj" in path or module.weight.shape[-1] % 64:
+        return False
+    return {"group_size": 32, "bits": 3} if "down_proj" in path else "layers.0." in path
+
+
+@pytest.mark.parametrize("shape", ["e2b", "26b"])
+def test_mlx_lms_bits_per_layer_here(tmp_path: Path, shape: str) -> None:
+    source = target(tmp_path / "a", shape, dtype=mx.float32)
+    theirs = write_quantized(source, tmp_path / "b", bits=5, group_size=64, predicate=by_layer)
+    found = load_target(theirs, float32=True)
+    assert difference(our_logits(found), mlx_lm_logits(theirs)) < NEAR
+    assert found.layers[0].mlp.down_proj.bits == 3
+    assert not hasattr(found.layers[1].mlp.up_proj, "bits")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -118,6 +119,18 @@ def test_a_parent_that_cannot_be_written_to(
     if parent != "file":
         monkeypatch.setattr(os, "access", lambda *_: False)  # root may do anything
     assert "is no folder that may be written to" in refused(source, out)
+
+
+def test_names_that_are_no_utf8(source: Path) -> None:
+    odd = source.parent / os.fsdecode(b"caf\xe9")
+    try:
+        source.rename(odd)
+    except OSError:
+        pytest.skip("this disk has no such names")
+    out = convert(odd, source.parent / os.fsdecode(b"out\xff"))
+    listed = json.loads((out / "mlx_mtp.json").read_text("utf-8"))
+    assert listed["target"]["source"] == odd.name
+    assert "# out\\udcff\n" in (out / "README.md").read_text("utf-8")
 
 
 def test_less_than_two_gigabytes_left(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

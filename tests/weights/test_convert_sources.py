@@ -161,3 +161,18 @@ def test_case_g18_no_index(tmp_path: Path) -> None:
     out = convert(source, tmp_path / "b")
     assert raw(out) == raw(source)
     assert (out / INDEX).is_file()
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("name", ["norm.weight", "layers.1.mlp.up_proj.weight"])
+def test_case_g26_numbers_that_float16_cannot_hold(
+    tmp_path: Path, name: str, bits: int | None
+) -> None:
+    def loud(tensors: dict[str, mx.array]) -> None:
+        tensors[f"model.language_model.{name}"] *= 1e6
+
+    source = target(tmp_path / "a", change=loud)
+    told = refused(source, tmp_path / "b", bits=bits, dtype="float16")
+    assert told == (
+        f"model.language_model.{name} has numbers that float16 cannot hold; take bfloat16"
+    )
