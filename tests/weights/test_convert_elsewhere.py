@@ -158,4 +158,5 @@ def test_mlx_lms_bits_per_layer_here(tmp_path: Path, shape: str) -> None:
     found = load_target(theirs, float32=True)
     assert difference(our_logits(found), mlx_lm_logits(theirs)) < NEAR
     assert found.layers[0].mlp.down_proj.bits == 3
-    assert not hasattr(found.layers[1].mlp.up_proj, "bits")
+    assert found.layers[0].self_attn.o_proj.bits == 5
+    assert not hasattr(found.layers[1].self_attn.o_proj, "bits")
