@@ -16,11 +16,12 @@ HELP = """Make one folder of MODEL and its drafter, packed if asked, ready for -
 
 MODEL is a folder, a hub id or a short name; a drafter is converted alone. Without -q the weights
 are copied as they are. With -q BITS every matrix takes BITS, but the embedding table 6 at least,
-per-layer embeddings, router and drafter 8, and a drafter's centroids stay floats. --recipe FILE
-has lines of "pattern" = BITS, 0 for floats, that come first; patterns are those of shells, on paths
-such as layers.0.mlp.up_proj, with drafter. before a drafter's. Memory stays below a few hundred MB
-whatever the model's size. OUT is written under another name and renamed at the end, so that what is
-there is whole. Exit codes: 0, 2 usage, 3 loading or room, 1 anything else."""
+per-layer embeddings, router and drafter 8, and a drafter's centroids stay floats. --recipe FILE has
+lines of "pattern" = BITS, 0 for floats, that come first; patterns are those of shells, on paths
+such as layers.0.mlp.up_proj, with drafter. before a drafter's. Memory stays at a few hundred MB
+whatever the model's size, but the comparison at the end takes a layer in float32. OUT is written
+under another name and renamed at the end, so that what is there is whole. Exit codes: 0, 2 usage, 3
+loading or room, 1 anything else."""
 
 
 def convert(
