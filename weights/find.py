@@ -136,8 +136,12 @@ def _candidates(
             if cached is not None:
                 yield Folder.at(cached), f"{why}, from the hub cache"
         return
-    from mlx_mtp.weights.hub import open_repo
+    from mlx_mtp.weights.hub import Repo, open_repo
 
+    if isinstance(target, Repo) and revision is None:
+        inside = target.folder("drafter")
+        if "config.json" in inside.files():
+            yield inside, "inside the model's repository"
     for hub_id, why in ids.items():
         try:
             source = open_repo(hub_id, revision)

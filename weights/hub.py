@@ -56,17 +56,32 @@ def open_repo(name: str, revision: str | None = None) -> Source:
             raise LoadError(f"{error}; it is not in the cache {cache_root()} either") from None
         note = f"{name}: the hub cannot be reached, the cached {cached.name[:12]} is used"
         return Folder(cached, name, cached.name, note)
-    files = {s.rfilename: s.size or 0 for s in info.siblings or () if "/" not in s.rfilename}
+    files = {s.rfilename: s.size or 0 for s in info.siblings or ()}
     return Repo(name, str(info.sha), files, wanted)
 
 
 class Repo:
-    """A commit of a hub repository, found under `wanted`; see `checkpoint.Source`."""
+    """A commit of a hub repository, found under `wanted`, or a folder of it; see
+    `checkpoint.Source`. files: all of the repository's, by path."""
 
     note = ""
 
-    def __init__(self, name: str, revision: str, files: dict[str, int], wanted: str) -> None:
-        self.name, self.revision, self._files, self._wanted = name, revision, files, wanted
+    def __init__(
+        self, repo: str, revision: str, files: dict[str, int], wanted: str, folder: str = ""
+    ) -> None:
+        self.repo, self.revision, self._wanted = repo, revision, wanted
+        self.name = f"{repo}/{folder}".rstrip("/")
+        self._all, self._inside = files, f"{folder}/" if folder else ""
+        own = {path: path.removeprefix(self._inside) for path in files}
+        self._files = {
+            name: files[path]
+            for path, name in own.items()
+            if path.startswith(self._inside) and "/" not in name
+        }
+
+    def folder(self, name: str) -> Repo:
+        """A folder of the same repository."""
+        return Repo(self.repo, self.revision, self._all, self._wanted, name)
 
     @property
     def disk(self) -> Path:
@@ -91,9 +106,9 @@ class Repo:
         from huggingface_hub.errors import SafetensorsParsingError
 
         try:
-            with _explained(self.name, self.revision):
+            with _explained(self.repo, self.revision):
                 found = HfApi(endpoint=_endpoint()).parse_safetensors_file_metadata(
-                    self.name, file, revision=self.revision
+                    self.repo, self._inside + file, revision=self.revision
                 )
         except SafetensorsParsingError:
             raise LoadError(f"{self.where(file)} is not a safetensors file") from None
@@ -116,10 +131,10 @@ class Repo:
         total, done = sum(self._files[f] for f in files), 0
         folder = self.disk
         for file in files:
-            with _explained(self.name, self.revision, file):
+            with _explained(self.repo, self.revision, self._inside + file):
                 path = hf_hub_download(
-                    self.name,
-                    file,
+                    self.repo,
+                    self._inside + file,
                     revision=self.revision,
                     cache_dir=cache_root(),
                     endpoint=_endpoint(),
@@ -129,7 +144,7 @@ class Repo:
             folder = Path(path).parent
         if self._wanted != self.revision:
             # Files are fetched by commit, so the branch or tag is noted here, for offline use.
-            ref = cache_folder(self.name) / "refs" / self._wanted
+            ref = cache_folder(self.repo) / "refs" / self._wanted
             ref.parent.mkdir(parents=True, exist_ok=True)
             ref.write_text(self.revision, encoding="utf-8")
         return folder
@@ -141,7 +156,7 @@ class Repo:
         return " from the repository"
 
     def _cached(self, file: str) -> Path | None:
-        path = cache_folder(self.name) / "snapshots" / self.revision / file
+        path = cache_folder(self.repo) / "snapshots" / self.revision / self._inside / file
         return path if path.exists() else None
 
 

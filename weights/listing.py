@@ -46,8 +46,8 @@ def _title(source: Source) -> str:
 def card(conversion: Conversion, name: str) -> str:
     """The model card that the hub shows."""
     source = _title(conversion.sides[0].planned.source)
-    known = [s.planned.source.name for s in conversion.sides if s.planned.source.revision]
-    base = "".join(f"\n- {name}" for name in known)
+    named = [s.planned.source.name for s in conversion.sides if s.planned.source.revision]
+    base = "".join(f"\n- {name}" for name in named if name.count("/") == 1)  # no folder in one
     what = " and its MTP drafter" if conversion.target and conversion.drafter else ""
     packed = "as stored"
     if conversion.how.recipe:

@@ -137,3 +137,18 @@ def test_a_grid_is_found_after_the_download(fake: FakeHub, tmp_path: Path) -> No
     scales = arrays(tmp_path / "out")["language_model.model.layers.0.mlp.up_proj.scales"]
     assert scales.shape == (128, 2)
     assert (scales == 0.25).all()
+
+
+def test_a_pair_that_was_uploaded_is_found_by_its_id(fake: FakeHub, tmp_path: Path) -> None:
+    """What `hf upload` makes of our folder: the drafter lies inside, and is fetched from there."""
+    source = target(tmp_path / "source")
+    planned = plan(str(source), How(recipes.make(4)), drafter=str(write_drafter(tmp_path / "d")))
+    write(planned.fetch(None), tmp_path / "out")
+    fake.add("someone/e2b", tmp_path / "out")
+    pair = load_pair("someone/e2b")
+    assert pair.drafter_name == "someone/e2b/drafter"
+    assert pair.revision == pair.drafter_revision
+    assert load_pair(str(tmp_path / "out")).weights_bytes == pair.weights_bytes
+    fake.asked.clear()
+    assert load_pair("someone/e2b").drafter is not None
+    assert not any(name.endswith(".safetensors") for name in fake.fetched())
