@@ -26,7 +26,7 @@ loading or room, 1 anything else."""
 
 def convert(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, hub id or short name.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write. [required]")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
     bits: Annotated[
         int | None,
         typer.Option("--bits", "-q", help="Bits of a weight: 2, 3, 4, 5, 6, 8. [default: as is]"),
@@ -34,7 +34,9 @@ def convert(
     mode: Annotated[str, typer.Option(help="Packing: affine, mxfp4, mxfp8 or nvfp4.")] = "affine",
     group_size: Annotated[
         int | None,
-        typer.Option(help="Weights that share a scale: 32, 64, 128. [default: 64; the mode's own]"),
+        typer.Option(
+            help="Weights that share a scale: 32, 64, 128. [default: 64, or the mode's own]"
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -56,7 +58,7 @@ def convert(
         typer.Option("--requantize", help="Pack weights that are packed already. [default: off]"),
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace OUT if it is a checkpoint. [default: off]")
+        bool, typer.Option("--force", help="Replace OUT if convert wrote all in it. [default: off]")
     ] = False,
     no_verify: Annotated[
         bool,
@@ -65,8 +67,10 @@ def convert(
 ) -> None:
     from mlx_mtp.cli.view import Loading
     from mlx_mtp.weights import recipe as recipes
-    from mlx_mtp.weights.convert import How, check_place, compare, plan, write
+    from mlx_mtp.weights.convert import How, check_place, plan, write
 
+    if requantize and bits is None and dtype is None and mode == "affine":
+        raise UsageError("--requantize packs again: give the bits, too (-q)")
     if no_drafter and drafter:
         raise UsageError("--drafter needs a drafter, which --no-drafter leaves out")
     how = How(recipes.make(bits, mode, group_size, recipe), dtype, requantize)
@@ -74,7 +78,7 @@ def convert(
     conversion = plan(
         model,
         how,
-        drafter=None if no_drafter else drafter or "auto",
+        drafter=None if no_drafter else "auto" if drafter is None else drafter,
         revision=revision,
         drafter_revision=drafter_revision,
     )
@@ -89,8 +93,7 @@ def convert(
         for notice in conversion.notices[known:]:
             say(notice)
         check_place(out, conversion, force)
-        write(conversion, out, loading)
-        rows = compare(conversion, out, None if no_verify else loading)
+        rows = write(conversion, out, loading, force=force, proof=not no_verify)
     finally:
         loading.close()
     width = max(len(name) for name, _ in rows)

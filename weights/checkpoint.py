@@ -137,6 +137,8 @@ class Folder:
 
     def text(self, file: str) -> str:
         try:
+            if (self.path / file).is_fifo():
+                raise FileNotFoundError  # one would wait for ever
             return (self.path / file).read_text(encoding="utf-8")
         except FileNotFoundError:
             raise LoadError(f"{self.where(file)} is missing{self.incomplete()}") from None

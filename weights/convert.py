@@ -8,6 +8,7 @@ what a kill leaves does not load.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -21,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.config import DRAFTER_TYPES, TargetConfig
-from mlx_mtp.errors import FitError, MtpError, UsageError
+from mlx_mtp.errors import FitError, LoadError, MtpError, UsageError
 from mlx_mtp.models.layers import cores
+from mlx_mtp.text.tokenizer import Tokenizer
 from mlx_mtp.weights import fit, listing
 from mlx_mtp.weights.checkpoint import INDEX, Checkpoint, Folder, Progress
 from mlx_mtp.weights.find import Found, find_pair, source_of
@@ -91,6 +93,8 @@ class Conversion:
             folder = source.fetch(side.files, progress)
             checkpoint = Checkpoint.open(Folder(folder, source.name, source.revision))
             make = plan_target if side is self.target else plan_drafter
+            if side is self.target:
+                Tokenizer.from_folder(folder)  # before hours of work, not behind them
             sides.append(self.how.side(make(checkpoint), side.place))
             if not sides[-1].as_is and not sides[-1].planned.head_is_tied(folder):
                 notices.append(
@@ -135,15 +139,11 @@ def plan(
 def check_place(out: Path, conversion: Conversion, force: bool) -> None:
     """Raises UsageError where `out` is there already or cannot be, FitError where a disk has too
     little room for it and for what is still to be downloaded."""
-    there = os.path.lexists(out)
-    if there and not force:
-        raise UsageError(f"{out} is there already; --force replaces it")
-    if there and not (out.is_dir() and _replaceable(out)):
-        raise UsageError(f"{out} is no checkpoint; it is not replaced")
     for side in conversion.sides:
         source = side.planned.source.disk.resolve()
         if source.is_relative_to(out.resolve()) or out.resolve().is_relative_to(source):
             raise UsageError(f"{out} may not hold the source {source}, nor lie in it")
+    check_free(out, force)
     parent = _existing(out.parent)
     if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
         raise UsageError(f"{out} cannot be written: {parent} is no folder that may be written to")
@@ -165,19 +165,44 @@ def check_place(out: Path, conversion: Conversion, force: bool) -> None:
             )
 
 
-def _replaceable(out: Path) -> bool:
-    names = [path.name for path in out.iterdir()]
-    weights = any(name.endswith(".safetensors") for name in names)
-    return not names or ("config.json" in names and weights)
-
-
-def write(conversion: Conversion, out: Path, progress: Progress | None = None) -> None:
-    """Writes `out` from a conversion that was fetched; it replaces a folder of that name once all
-    is there. Raises LoadError, MtpError for a disk that fails or is full."""
-    tell = progress or (lambda *_: None)
-    out = Path(os.path.abspath(out))  # "." and ".." have no name
+def check_free(out: Path, force: bool) -> None:
+    """Raises UsageError where something is at `out` that must stay: without `force` all but an
+    empty folder; with it all but a conversion of ours in which there is nothing else."""
     try:
-        with _staged(out) as stage:
+        os.lstat(out)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise UsageError(f"{out} cannot be written: {error.strerror}") from None
+    if not out.is_dir():
+        raise UsageError(f"{out} is there already, and is no folder")
+    if not any(out.iterdir()):
+        return
+    foreign = listing.foreign(out)
+    if foreign is not None:
+        raise UsageError(
+            f"{out} is there already and is not replaced: {foreign} was not written by convert"
+        )
+    if not force:
+        raise UsageError(f"{out} is there already; --force replaces it")
+
+
+def write(
+    conversion: Conversion,
+    out: Path,
+    progress: Progress | None = None,
+    *,
+    force: bool = False,
+    proof: bool = False,
+) -> list[tuple[str, str]]:
+    """Writes `out` from a conversion that was fetched, once all is there and, with `proof`, was
+    compared with its source; gives the rows of a table. force: what `check_free` allows is
+    replaced. Raises LoadError, UsageError, FitError for a full disk, MtpError for one that fails.
+    """
+    tell = progress or (lambda *_: None)
+    out = Path(os.path.realpath(out))  # a link stays one; "." and ".." have no name
+    try:
+        with _staged(out, force) as stage:
             hashes: dict[str, str] = {}
             total = sum(side.read for side in conversion.sides)
             done = 0
@@ -193,24 +218,34 @@ def write(conversion: Conversion, out: Path, progress: Progress | None = None) -
             for path in sorted(p for p in stage.rglob("*") if p.is_file()):
                 hashes[path.relative_to(stage).as_posix()] = sha256(path)
             _write_json(stage / "mlx_mtp.json", listing.manifest(conversion, hashes))
+            rows = _compare(conversion, stage, tell if proof else None)
             for side in reversed(conversion.sides):
                 place = stage / side.place
                 (place / "config.json.part").rename(place / "config.json")
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        raise MtpError(f"{out} cannot be written: {error.strerror or error}{where}") from None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        kind = FitError if full else MtpError
+        raise kind(f"{out} cannot be written: {error.strerror or error}{where}") from None
+    return rows
+
+
+def _beside(out: Path, kind: str) -> str:
+    """How names of hidden folders for `out` begin."""
+    return f".{os.fsencode(out.name)[:180].decode(errors='ignore')}.{kind}-"
 
 
 @contextmanager
-def _staged(out: Path) -> Iterator[Path]:
+def _staged(out: Path, force: bool) -> Iterator[Path]:
     """A folder beside `out` that becomes it at the end, and is gone if there was none."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    stage, old = (out.parent / f".{out.name}.{kind}-{os.getpid()}" for kind in ("part", "old"))
+    stage, old = (out.parent / f"{_beside(out, kind)}{os.getpid()}" for kind in ("part", "old"))
     _clear(out, "part")
     stage.mkdir()
     try:
         yield stage
         _clear(out, "old")
+        check_free(out, force)  # it may have come meanwhile
         if os.path.lexists(out):
             out.rename(old)
         stage.rename(out)
@@ -224,10 +259,12 @@ def _staged(out: Path) -> Iterator[Path]:
 
 def _clear(out: Path, kind: str) -> None:
     """Removes what conversions to `out` left that were killed."""
-    begin = f".{out.name}.{kind}-"
+    begin = _beside(out, kind)
     for left in list(out.parent.iterdir()):
         pid = left.name.removeprefix(begin)
-        if not left.name.startswith(begin) or (pid != str(os.getpid()) and _runs(pid)):
+        if not (left.name.startswith(begin) and pid.isdecimal()):
+            continue
+        if pid != str(os.getpid()) and _runs(pid):
             continue
         if left.is_symlink():
             left.unlink()
@@ -335,10 +372,10 @@ def _header(slots: list[Slot], form: str) -> tuple[bytes, dict[str, int]]:
 def _write_beside(side: Side, folder: Path, place: Path) -> None:
     """The other files of the checkpoint, byte for byte, and its config under another name."""
     for name in side.beside:
-        shutil.copyfile(folder / name, place / name)
+        _copy(folder / name, place / name)
     config = place / "config.json.part"
     if side.as_is and side.dtype is None:
-        shutil.copyfile(folder / "config.json", config)
+        _copy(folder / "config.json", config)
     else:
         _write_json(config, _config(side))
 
@@ -361,6 +398,15 @@ def _config(side: Side) -> dict[str, Any]:
     return raw
 
 
+def _copy(source: Path, to: Path) -> None:
+    try:
+        opened = source.open("rb")
+    except OSError as error:
+        raise LoadError(f"{source} cannot be read: {error.strerror}") from None
+    with opened, to.open("wb") as written:
+        shutil.copyfileobj(opened, written)
+
+
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -381,7 +427,9 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def compare(conversion: Conversion, out: Path, progress: Progress | None) -> list[tuple[str, str]]:
+def _compare(
+    conversion: Conversion, stage: Path, progress: Progress | None
+) -> list[tuple[str, str]]:
     """Rows of a table: what was written and, with `progress`, how far it is from its source, by
     reading both again. Raises LoadError."""
     rows = []
@@ -391,8 +439,15 @@ def compare(conversion: Conversion, out: Path, progress: Progress | None) -> lis
             size = f"{fit.gb(side.read)} to {fit.gb(side.nbytes)}"
             rows.append((what, f"{size}, {bits:.2f} bits a weight"))
     if progress is not None and conversion.target is not None:
-        target, drafter = conversion.target.planned, conversion.drafter
-        config = TargetConfig.from_dict(target.checkpoint.config)
-        source = Found(config, target, drafter.planned if drafter else None)
-        rows += prove(source, find_pair(str(out), "auto" if drafter else None), progress).rows()
+        drafter = conversion.drafter
+        config = TargetConfig.from_dict(conversion.target.planned.checkpoint.config)
+        source = Found(config, conversion.target.planned, drafter.planned if drafter else None)
+        # Their configs have not got their names yet.
+        target = plan_target(_written(conversion.target, stage))
+        own = plan_drafter(_written(drafter, stage)) if drafter else None
+        rows += prove(source, Found(config, target, own), progress).rows()
     return rows
+
+
+def _written(side: Side, stage: Path) -> Checkpoint:
+    return Checkpoint(Folder(stage / side.place), _config(side))

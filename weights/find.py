@@ -71,6 +71,8 @@ def find_pair(
 
 def source_of(model: str, revision: str | None = None) -> Source:
     """Where a folder, a hub id or a short name leads. Raises LoadError, UsageError."""
+    if not model:
+        raise UsageError("the model is empty")
     short = known.SHORT.get(model.lower()) if not Path(model).exists() else None
     if short is not None:
         model, revision = short.target, revision or short.target_revision

@@ -163,8 +163,8 @@ def side_of(
 ) -> Side:
     if planned.quantized and (recipe or dtype) and not requantize:
         raise LoadError(
-            f"{planned.source.name} is quantised already, and quantising it again loses more; take "
-            "the original weights, or give --requantize"
+            f"{planned.source.name} is quantised already, and unpacking it to pack it again loses "
+            "more; take the original weights, or give --requantize"
         )
     if recipe is None and not (dtype and planned.quantized):
         parts = planned.plan.parts

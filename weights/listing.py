@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +14,7 @@ from mlx_mtp.weights.jobs import Side
 if TYPE_CHECKING:
     from mlx_mtp.weights.convert import Conversion
 
-FORMAT = 1  # of mlx_mtp.json
+NAME, FORMAT = "mlx_mtp.json", 1
 
 
 def manifest(conversion: Conversion, hashes: dict[str, str]) -> dict[str, Any]:
@@ -36,6 +37,17 @@ def manifest(conversion: Conversion, hashes: dict[str, str]) -> dict[str, Any]:
             for name, digest in hashes.items()
         },
     }
+
+
+def foreign(folder: Path) -> str | None:
+    """The first file in a folder that no conversion of ours wrote, None where there is none."""
+    try:
+        listed = set(json.loads((folder / NAME).read_text("utf-8"))["files"]) | {NAME}
+    except (OSError, ValueError, KeyError, TypeError):
+        listed = set()
+    there = (path for path in sorted(folder.rglob("*")) if not path.is_dir() or path.is_symlink())
+    names = (path.relative_to(folder).as_posix() for path in there)
+    return next((name for name in names if name not in listed), None)
 
 
 def _title(source: Source) -> str:

@@ -108,7 +108,7 @@ class _Fast:
         from tokenizers import Tokenizer as Rust
 
         try:
-            self._rust = Rust.from_file(str(path))
+            self._rust = Rust.from_buffer(path.read_bytes())
         except Exception as error:  # tokenizers raises a bare Exception
             raise LoadError(f"{path}: not a readable tokenizer ({error})") from error
         # A file may carry the padding and the truncation of somebody's training run.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -152,7 +154,7 @@ def test_what_is_there_is_replaced_only_by_force(inside, pair, tmp_path):
     (tmp_path / "own" / "letter").touch()
     code, _, told = inside("convert", str(pair), "-o", str(tmp_path / "own"), "--force")
     assert (code, (tmp_path / "own" / "letter").exists()) == (2, True)
-    assert "is no checkpoint; it is not replaced" in told
+    assert "letter was not written by convert" in told
 
 
 def test_case_g13_packed_already(inside, pair, tmp_path):
@@ -176,9 +178,10 @@ def test_float16_is_warned_of(inside, pair, tmp_path):
 def test_into_the_folder_that_one_is_in(inside, pair, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
+    assert inside("convert", str(pair), "-o", ".", "--no-verify")[0] == 0
+    monkeypatch.chdir(tmp_path / "here")  # another folder now, of the same name
     code, _, told = inside("convert", str(pair), "-o", ".", "--no-verify")
     assert (code, told) == (2, "mlx-mtp: . is there already; --force replaces it\n")
-    assert inside("convert", str(pair), "-o", ".", "--no-verify", "--force")[0] == 0
     assert (tmp_path / "here" / "drafter" / "config.json").is_file()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
@@ -208,3 +211,45 @@ def test_the_proof_at_the_end(inside, tmp_path):
         assert {"target", "drafter", "first drafts accepted before"} < found.keys()
     accepted = [values["plain"][f"first drafts accepted {when}"] for when in ("before", "after")]
     assert accepted[0] == accepted[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("", "-q", "4"), "the model is empty"),
+        (("PAIR", "--drafter", ""), "the drafter is empty"),
+        (("PAIR", "--requantize"), "--requantize packs again: give the bits, too (-q)"),
+    ],
+)
+def test_words_that_say_nothing(inside, pair, tmp_path, arguments, told):
+    given = [str(pair) if word == "PAIR" else word for word in arguments]
+    code, _, said = inside("convert", *given, "-o", str(tmp_path / "out"))
+    assert (code, said) == (2, f"mlx-mtp: {told}\n")
+
+
+def test_names_as_long_as_names_may_be(inside, pair, tmp_path):
+    out = tmp_path / ("x" * 255)
+    assert inside("convert", str(pair), "-o", str(out), "--no-verify")[0] == 0
+    code, _, told = inside("convert", str(pair), "-o", f"{out}x", "--no-verify")
+    assert (code, told.count("\n")) == (2, 1)
+    assert "File name too long" in told
+
+
+def test_a_file_of_the_source_that_cannot_be_read(inside, pair, tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    shutil.copytree(pair, source)
+    (source / "merges.txt").touch()
+
+    def unreadable(path, mode="r", *rest, **named):
+        if path.name == "merges.txt" and "r" in mode:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, mode, *rest, **named)
+
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", unreadable)
+    code, _, told = inside("convert", str(source), "-o", str(tmp_path / "out"), "--no-verify")
+    assert (code, told.splitlines()[-1]) == (
+        3,
+        f"mlx-mtp: {source / 'merges.txt'} cannot be read: Permission denied",
+    )
+    assert not (tmp_path / "out").exists()

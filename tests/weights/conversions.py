@@ -34,7 +34,7 @@ def convert(
 ) -> Path:
     """`out`, written from `source`; without a drafter unless it is asked for."""
     how = How(recipes.make(bits, mode, group_size, recipe), dtype, requantize)
-    write(plan(str(source), how, drafter=drafter).fetch(None), out)
+    write(plan(str(source), how, drafter=drafter).fetch(None), out, force=True)
     return out
 
 

@@ -63,15 +63,75 @@ def settings(out: Path) -> None:
     (out / "config.json").write_text("{}")
 
 
-@pytest.mark.parametrize("make", [empty, full, settings, Path.touch])
-def test_case_g15_what_is_there_is_not_written_over(source: Path, make: Any) -> None:
+def checkpoint(out: Path) -> None:
+    target(out, seed=4)
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("make", [full, settings, Path.touch, checkpoint])
+def test_case_g15_what_is_there_is_not_written_over(source: Path, make: Any, force: bool) -> None:
+    """A checkpoint of somebody else's neither: it may be the only one."""
     out = source.parent / "out"
     make(out)
+    assert "is there already" in refused(source, out, force)
+
+
+def test_case_g15_a_conversion_is_replaced_by_force_alone_and_with_nothing_else_in_it(
+    source: Path,
+) -> None:
+    out = convert(source, source.parent / "out", 4)
     assert "is there already; --force replaces it" in refused(source, out)
-    if make is empty:
-        check(source, out, force=True)
-    else:
-        assert "is no checkpoint; it is not replaced" in refused(source, out, force=True)
+    check(source, out, force=True)
+    (out / "drafter").mkdir(exist_ok=True)
+    (out / "drafter" / "notes.txt").write_text("mine")
+    assert "drafter/notes.txt was not written by convert" in refused(source, out, force=True)
+
+
+def test_an_empty_folder_is_filled(source: Path) -> None:
+    out = source.parent / "out"
+    empty(out)
+    check(source, out)
+    assert load_target(convert(source, out))
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_comes_meanwhile_stays(
+    source: Path, monkeypatch: pytest.MonkeyPatch, force: bool
+) -> None:
+    out, card = source.parent / "out", listing.card
+    ready = plan(str(source), How(recipes.make(4))).fetch(None)
+
+    def slow(*given: Any) -> str:
+        full(out)
+        return card(*given)
+
+    monkeypatch.setattr(listing, "card", slow)
+    with pytest.raises(UsageError, match=r"thesis\.tex was not written by convert"):
+        write(ready, out, force=force)
+    assert [path.name for path in out.iterdir()] == ["thesis.tex"]
+    assert leftovers(out) == []
+
+
+def test_a_proof_that_fails_leaves_the_old_one(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = convert(source, source.parent / "out", 4)
+    before = hashes(out)
+
+    def broken(*_: Any) -> None:
+        raise LoadError("its logits are not finite")
+
+    monkeypatch.setattr(conversion, "prove", broken)
+    with pytest.raises(LoadError, match="not finite"):
+        write(plan(str(source), How()).fetch(None), out, force=True, proof=True)
+    assert hashes(out) == before
+    assert leftovers(out) == []
+
+
+def test_a_tokenizer_that_cannot_be_read_is_told_before_anything_is_written(source: Path) -> None:
+    (source / "tokenizer.json").write_text("")
+    with pytest.raises(LoadError, match="tokenizer"):
+        plan(str(source), How()).fetch(None)
 
 
 def test_case_g15_neither_the_source_nor_a_place_in_it(source: Path) -> None:
@@ -88,7 +148,8 @@ def test_case_g15_neither_the_source_nor_a_place_in_it(source: Path) -> None:
 
 
 def test_case_g15_a_broken_link_and_a_link_to_a_checkpoint(source: Path) -> None:
-    out, other = source.parent / "out", target(source.parent / "other", seed=5)
+    """A link stays one, and what it leads to is replaced."""
+    out, other = source.parent / "out", convert(source, source.parent / "other", 8)
     out.symlink_to(source.parent / "nothing")
     assert "is there already" in refused(source, out)
     out.unlink()
@@ -96,14 +157,13 @@ def test_case_g15_a_broken_link_and_a_link_to_a_checkpoint(source: Path) -> None
     before = hashes(other)
     check(source, out, force=True)
     convert(source, out)
-    assert not out.is_symlink()
-    assert hashes(other) == before
-    assert leftovers(out) == []
+    assert out.is_symlink()
+    assert hashes(other) != before
+    assert leftovers(out) == leftovers(other) == []
 
 
 def test_case_g15_a_checkpoint_is_replaced_as_a_whole(source: Path) -> None:
-    out = target(source.parent / "out", shards=3, seed=4)
-    (out / "notes.txt").write_text("of the old one")
+    out = convert(source, source.parent / "out", drafter="auto")
     check(source, out, force=True)
     convert(source, out, 4)
     assert hashes(out) == hashes(convert(source, source.parent / "again" / "out", 4))
@@ -177,9 +237,9 @@ def test_case_g24_a_disk_that_fills_up_at_any_moment(
 
     out = convert(source, source.parent / "out", 4)
     before = hashes(out)
-    where = ((os, "pwrite"), (os, "fsync"), (shutil, "copyfile"), (listing, "card"))
+    where = ((os, "pwrite"), (os, "fsync"), (shutil, "copyfileobj"), (listing, "card"))
     monkeypatch.setattr(*where[step], no_space)
-    with pytest.raises(MtpError, match="out cannot be written: No space left on device"):
+    with pytest.raises(FitError, match="out cannot be written: No space left on device"):
         convert(source, out)
     assert hashes(out) == before
     assert leftovers(out) == []
@@ -257,7 +317,7 @@ def test_interrupted_it_leaves_nothing(source: Path, number: int, code: int) -> 
 
 
 def test_killed_it_leaves_nothing_that_loads(source: Path) -> None:
-    out = target(source.parent / "out", seed=3)
+    out = convert(source, source.parent / "out", 8)
     before = hashes(out)
     assert interrupted(source, out, signal.SIGKILL) == -signal.SIGKILL
     assert hashes(out) == before

@@ -43,7 +43,7 @@ def refused(source: Path, out: Path, error: type[Exception] = LoadError, **optio
 def test_case_g13_packed_already(tmp_path: Path) -> None:
     source = target(tmp_path / "a", "26b")
     packed = convert(source, tmp_path / "b", 8)
-    told = "is quantised already, and quantising it again loses more"
+    told = "is quantised already, and unpacking it to pack it again loses more"
     assert told in refused(packed, tmp_path / "c", bits=4)
     assert told in refused(packed, tmp_path / "c", dtype="float32")
     again = convert(packed, tmp_path / "c", 4, requantize=True)
