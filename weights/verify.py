@@ -149,6 +149,8 @@ def _check_index(checkpoint: Checkpoint, headers: Headers, report: Report) -> li
     weight_map = {name: str(file) for name, file in weight_map.items()}
     used = sorted(set(weight_map.values()))
     there, holds = source.files(), {n: f for f, header in headers.items() for n in header}
+    if any("/" in file or "\\" in file or file.startswith("..") for file in used):
+        raise LoadError(f"{where} names files outside its own folder")
     for file in used:
         if file not in there:
             told = f"is missing, but {INDEX} names it{source.incomplete()}"

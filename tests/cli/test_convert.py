@@ -236,7 +236,7 @@ def test_names_as_long_as_names_may_be(inside, pair, tmp_path):
 
 
 def test_a_file_of_the_source_that_cannot_be_read(inside, pair, tmp_path, monkeypatch):
-    source = tmp_path / "source"
+    source = tmp_path / "of mine"
     shutil.copytree(pair, source)
     (source / "merges.txt").touch()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -268,8 +269,9 @@ def test_an_index_whose_files_are_no_names(sharded: Path) -> None:
 
 
 def test_an_index_may_not_name_files_elsewhere(single: Path, sharded: Path) -> None:
-    edit(sharded / INDEX, lambda i: i["weight_map"].update(x="../single/model.safetensors"))
-    assert "../single/model.safetensors is missing" in one_problem(sharded)
+    for file in ("../single/model.safetensors", "/etc/passwd", "a\\b.safetensors"):
+        edit(sharded / INDEX, lambda i, file=file: i["weight_map"].update(x=file))
+        assert "names files outside its own folder" in one_problem(sharded)
 
 
 def test_what_git_left_as_pointers(single: Path) -> None:
@@ -402,3 +404,10 @@ def test_no_folder(single: Path) -> None:
     for given in (single / "none", single / "config.json", "x" * 5000):
         with pytest.raises(LoadError):
             check_folder(given)
+
+
+def test_a_config_that_is_a_pipe(tmp_path: Path) -> None:
+    folder = write_target(tmp_path)
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    assert any("config.json is missing" in line for line in check_folder(folder).problems)
