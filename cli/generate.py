@@ -24,7 +24,7 @@ it are plain text. With --raw they are control tokens, and an empty PROMPT is th
 The text goes to stdout, everything else to stderr. On a terminal, tokens that the drafter proposed
 and the model accepted are in colour (not with NO_COLOR or TERM=dumb). Values not given come from
 the checkpoint's generation_config, then from the defaults below. Exit codes: 0, 2 usage, 3 loading
-or memory, 1 anything else, 130 Ctrl-C, 143 SIGTERM."""
+or memory, 1 anything else, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP."""
 
 
 def generate(

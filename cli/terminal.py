@@ -20,15 +20,17 @@ class OutputClosed(BaseException):
 
 
 class Interrupted(BaseException):
-    """SIGINT or SIGTERM came; not a KeyboardInterrupt, which typer answers by itself."""
+    """SIGINT, SIGTERM or SIGHUP came; not a KeyboardInterrupt, which typer answers by itself."""
 
     def __init__(self, code: int) -> None:
         self.code = code
 
 
 def say(line: str) -> None:
-    """A line on stderr; without effect where stderr is closed or full."""
-    write_stderr(f"mlx-mtp: {line}\n")
+    """A line on stderr; without effect where stderr is closed or full. What is no printable
+    character is spelt out: a folder's name must neither break the line nor steer the terminal."""
+    spelt = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    write_stderr(f"mlx-mtp: {spelt}\n")
 
 
 def write_stderr(text: str) -> None:
@@ -61,8 +63,11 @@ def speaks_ansi(stream: TextIO | None) -> bool:
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 class Signals:
-    """SIGINT and SIGTERM raise Interrupted, or in `deferred` only set `caught` to the exit code.
+    """The signals of ENDING raise Interrupted, or in `deferred` only set `caught` to the exit code.
 
     Python runs a signal's handler when native code returns, which a long prefill chunk or a weight
     file may take seconds for. So a thread watches too, and ends the process when the program has
@@ -78,7 +83,7 @@ class Signals:
 
     def install(self) -> None:
         """In the main thread, once. A signal that the parent had us ignore stays ignored."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
         reader, writer = os.pipe()
@@ -104,7 +109,7 @@ class Signals:
 
     def _watch(self, reader: int) -> None:
         number = 0
-        while number not in (signal.SIGINT, signal.SIGTERM):
+        while number not in ENDING:
             number = os.read(reader, 1)[0]
         select.select([reader], [], [], self.grace)
         with suppress(Exception):

@@ -253,3 +253,9 @@ def test_a_file_of_the_source_that_cannot_be_read(inside, pair, tmp_path, monkey
         f"mlx-mtp: {source / 'merges.txt'} cannot be read: Permission denied",
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_a_name_neither_breaks_the_line_nor_steers_the_terminal(inside, tmp_path):
+    code, _, told = inside("convert", "a\nb\x1b[2J", "-o", str(tmp_path / "out"))
+    assert (code, told.count("\n")) == (3, 1)
+    assert "a\\nb\\x1b[2J" in told

@@ -43,9 +43,10 @@ def stop(process, *signals):
     [
         ([signal.SIGINT], 130),
         ([signal.SIGTERM], 143),
+        ([signal.SIGHUP], 129),
         ([signal.SIGINT, signal.SIGINT], 130),
     ],
-    ids=["Ctrl-C", "SIGTERM", "Ctrl-C twice"],
+    ids=["Ctrl-C", "SIGTERM", "SIGHUP", "Ctrl-C twice"],
 )
 def test_h19_while_decoding_the_text_is_kept(model, signals, code):
     process = start(model, "--max-tokens", "20000")

@@ -308,7 +308,9 @@ def interrupted(source: Path, out: Path, number: int) -> int:
     return process.returncode
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_interrupted_it_leaves_nothing(source: Path, number: int, code: int) -> None:
     out = source.parent / "out"
     assert interrupted(source, out, number) == code
