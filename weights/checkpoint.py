@@ -22,6 +22,7 @@ from mlx_mtp.errors import LoadError, UsageError
 
 Progress = Callable[[str, int, int], None]
 INDEX = "model.safetensors.index.json"
+LISTING = "mlx_mtp.json"  # what a conversion of ours says about itself
 # Everything but weights that a pair is loaded from.
 SMALL_FILES = (
     "config.json",

@@ -26,7 +26,7 @@ from mlx_mtp.errors import FitError, LoadError, MtpError, UsageError
 from mlx_mtp.models.layers import cores
 from mlx_mtp.text.tokenizer import Tokenizer
 from mlx_mtp.weights import fit, listing
-from mlx_mtp.weights.checkpoint import INDEX, Checkpoint, Folder, Progress
+from mlx_mtp.weights.checkpoint import INDEX, LISTING, Checkpoint, Folder, Progress
 from mlx_mtp.weights.find import Found, find_pair, source_of
 from mlx_mtp.weights.jobs import DTYPES, Job, Side, Slot, side_of
 from mlx_mtp.weights.planned import Planned, plan_drafter, plan_target
@@ -217,7 +217,7 @@ def write(
             _write_text(stage / "README.md", listing.card(conversion, out.name))
             for path in sorted(p for p in stage.rglob("*") if p.is_file()):
                 hashes[path.relative_to(stage).as_posix()] = sha256(path)
-            _write_json(stage / "mlx_mtp.json", listing.manifest(conversion, hashes))
+            _write_json(stage / LISTING, listing.manifest(conversion, hashes))
             rows = _compare(conversion, stage, tell if proof else None)
             for side in reversed(conversion.sides):
                 place = stage / side.place

@@ -17,18 +17,17 @@ import numpy as np
 from mlx_mtp.config import DRAFTER_TYPES
 from mlx_mtp.errors import LoadError
 from mlx_mtp.weights import layout, qat
-from mlx_mtp.weights.checkpoint import INDEX, OTHER_FORMATS, Tensor
+from mlx_mtp.weights.checkpoint import INDEX, LISTING, OTHER_FORMATS, Tensor
 from mlx_mtp.weights.planned import Planned
 from mlx_mtp.weights.recipe import DRAFTER, Recipe, Scheme
+from mlx_mtp.weights.rows import DTYPES as MLX_TYPES
 from mlx_mtp.weights.rows import read_rows
 
 # Bytes of source rows in one piece of work: an interrupt waits for those that are begun.
 BLOCK = 4 << 20
 SMALL = 64 << 20  # larger files beside the weights are not part of a checkpoint
-NOT_COPIED = ("README.md", "config.json", "mlx_mtp.json", INDEX)
+NOT_COPIED = ("README.md", "config.json", LISTING, INDEX)
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4, "U8": 1}
-MLX_TYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,9 @@ def _copy(
     name: str, tensor: Tensor, dtype: str | None = None, packed: Mapping[str, Any] | None = None
 ) -> Job:
     kept = dtype if tensor.dtype in DTYPES.values() and dtype != tensor.dtype else None
-    size = tensor.nbytes * ITEMSIZE[kept] // ITEMSIZE[tensor.dtype] if kept else tensor.nbytes
+    size = tensor.nbytes
+    if kept:
+        size = size * MLX_TYPES[kept].size // MLX_TYPES[tensor.dtype].size
     slot = Slot(name, kept or tensor.dtype, tensor.shape, size)
     return Job((slot,), (tensor,), ((0, _rows(tensor.shape)),), packed=packed, dtype=kept)
 
@@ -332,7 +333,9 @@ def _rows(shape: Sequence[int]) -> int:
 
 
 def _slot(name: str, dtype: str, shape: tuple[int, ...]) -> Slot:
-    return Slot(name, dtype, shape, _rows(shape) * (shape[-1] if shape else 1) * ITEMSIZE[dtype])
+    return Slot(
+        name, dtype, shape, _rows(shape) * (shape[-1] if shape else 1) * MLX_TYPES[dtype].size
+    )
 
 
 def _bytes(array: mx.array) -> bytes:

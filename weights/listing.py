@@ -8,13 +8,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_mtp.weights.checkpoint import Source
+from mlx_mtp.weights.checkpoint import LISTING, Source
 from mlx_mtp.weights.jobs import Side
 
 if TYPE_CHECKING:
     from mlx_mtp.weights.convert import Conversion
 
-NAME, FORMAT = "mlx_mtp.json", 1
+FORMAT = 1  # of mlx_mtp.json
 
 
 def manifest(conversion: Conversion, hashes: dict[str, str]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def manifest(conversion: Conversion, hashes: dict[str, str]) -> dict[str, Any]:
 def foreign(folder: Path) -> str | None:
     """The first file in a folder that no conversion of ours wrote, None where there is none."""
     try:
-        listed = set(json.loads((folder / NAME).read_text("utf-8"))["files"]) | {NAME}
+        listed = set(json.loads((folder / LISTING).read_text("utf-8"))["files"]) | {LISTING}
     except (OSError, ValueError, KeyError, TypeError):
         listed = set()
     there = (path for path in sorted(folder.rglob("*")) if not path.is_dir() or path.is_symlink())

@@ -23,9 +23,16 @@ from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.target import Target
 from mlx_mtp.weights import checkpoint as on_disk
 from mlx_mtp.weights import layout
-from mlx_mtp.weights.checkpoint import INDEX, Checkpoint, Folder, Progress, Tensor, read_json
+from mlx_mtp.weights.checkpoint import (
+    INDEX,
+    LISTING,
+    Checkpoint,
+    Folder,
+    Progress,
+    Tensor,
+    read_json,
+)
 
-LISTING = "mlx_mtp.json"
 _WEIGHTS = (".safetensors", *on_disk.OTHER_FORMATS)
 _BLOCK = 4 << 20
 _SHA256 = re.compile("[0-9a-f]{64}")

@@ -10,19 +10,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import mlx.core as mx
 
 from mlx_mtp.config import FULL, TextConfig
-from mlx_mtp.engine.kv import BLOCK, KVLayout, attention, by_mlx
+from mlx_mtp.engine.kv import BLOCK, KVLayout, LayerKV, attention, by_mlx
 from mlx_mtp.kernels import attention as long_attention
 from mlx_mtp.kernels import experts, fused, head, matmul
 from mlx_mtp.kernels.head import Adjustments, Shortlist
 from mlx_mtp.kernels.profile import Profile
 from mlx_mtp.kernels.quantized import Packed
-from mlx_mtp.kernels.race import BUDGET, Contest, Way, race
+from mlx_mtp.kernels.race import BUDGET, STOCK, Contest, Way, race
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.layers import Attention, DecoderLayer, Experts, rotation
 from mlx_mtp.models.rows import RowsLinear, wrap
@@ -115,7 +115,7 @@ class Calibration:
         outcome = race((partial(contest, several, rows) for several, rows in todo), self.seconds)
         self.seconds -= time.perf_counter() - started
         self.profile.learn(outcome)
-        won = sum(way != "stock" for rows in outcome.wins.values() for way in rows.values())
+        won = sum(way != STOCK for rows in outcome.wins.values() for way in rows.values())
         line = f"raced kernels for {len(todo) - outcome.left} shapes of this model, {won} won"
         if outcome.left:
             line += f", {outcome.left} are left for the next load"
@@ -234,8 +234,8 @@ def norms_site(layer: DecoderLayer, dtype: mx.Dtype) -> Site:
 def heads_site(attn: Attention, text: TextConfig, dtype: mx.Dtype) -> Site:
     """Norms and RoPE between the product for q, k and v and attention."""
     dim, counts = attn.head_dim, (attn.heads, attn.own_kv * attn.kv_heads)
-    width = sum(m.packed.outputs if isinstance(m, RowsLinear) else len(m.weight)
-                for m in attn.qkv_proj.maps)  # fmt: skip
+    plain = (m.linear if isinstance(m, RowsLinear) else m for m in attn.qkv_proj.maps)
+    width = sum(len(m.weight) for m in plain)
 
     def run(way: str | None, given: Inputs) -> mx.array:
         rotate = rotation(text.rope[attn.kind], dim, mx.array([SLOTS]), len(given[0]))
@@ -303,10 +303,15 @@ def attention_site(layout: KVLayout) -> Site:
     """Full layers of one KV layout, over SLOTS slots."""
     text, dtype = layout.text, layout.dtype
     heads, kv_heads, dim = text.num_attention_heads, text.kv_heads_of(FULL), text.head_dim_of(FULL)
-    shape = (1, kv_heads, SLOTS, dim)
-    kv = layout.encode(FULL, mx.random.normal(shape), mx.random.normal(shape))
+
+    @cache
+    def buffers() -> LayerKV:
+        """Made where there is a race, and once, as a text's are."""
+        shape = (1, kv_heads, SLOTS, dim)
+        return layout.encode(FULL, mx.random.normal(shape), mx.random.normal(shape))
 
     def run(way: str | None, given: Inputs) -> mx.array:
+        kv = buffers()
         queries = given[0].swapaxes(0, 1)[None]
         tokens = queries.shape[2]
         length = mx.array([SLOTS - BLOCK])

@@ -65,10 +65,9 @@ PAIRS = Kernel(
 
 def fits(packed: Packed) -> bool:
     """Whether the kernel takes this stack of matrices [E, N, K]."""
-    outs = 2 if packed.bits == 6 else 4
     return (
         packed.weight.ndim == 3
-        and packed.outputs % (2 * outs) == 0
+        and packed.outputs % (2 * packed.outs) == 0
         and packed.inputs % packed.group_size == 0
         and packed.inputs % packed.chunk == 0
     )
@@ -105,17 +104,17 @@ def multiply(x: mx.array, packed: Packed, order: mx.array, expert: mx.array) -> 
 
 def launch(x: mx.array, packed: Packed, order: mx.array, expert: mx.array) -> Launch:
     """The kernel's launch for `multiply`."""
-    outs, pairs = 2 if packed.bits == 6 else 4, len(order)
+    pairs = len(order)
     return Launch(
         PAIRS,
         (x, *packed.arrays, order, expert),
-        grid=(32, packed.outputs // outs, pairs),
+        grid=(32, packed.outputs // packed.outs, pairs),
         threadgroup=(32, 2, 1),
         shapes=[(pairs, packed.outputs)],
         dtypes=[x.dtype],
         template={
             "T": x.dtype,
-            "OUTS": outs,
+            "OUTS": packed.outs,
             "MOST": MOST,
             "EACH": pairs // len(x),
             **packed.template,

@@ -244,7 +244,7 @@ def score(
     of blocks of 64; None scores the whole table. names: int32 [V], the tokens that rows stand for.
     """
     adjust = adjust or Adjustments()
-    rows, outs = len(x), 2 if packed.bits == 6 else 4
+    rows = len(x)
     vocabulary = packed.weight.size // packed.weight.shape[-1]
     per = packed.outputs // BLOCK if packed.weight.ndim == 3 else 1
     blocks = vocabulary // BLOCK if chosen is None else chosen.shape[1] * per
@@ -252,7 +252,7 @@ def score(
     template = {
         "T": x.dtype,
         "M": rows if chosen is None else 1,
-        "OUTS": outs,
+        "OUTS": packed.outs,
         "TOKENS": rows // sequences,
         "VOCABULARY": vocabulary,
         "PER": per,

@@ -131,23 +131,21 @@ def fits_tile(rows: int, packed: Packed) -> bool:
     return (
         packed.weight.ndim == 2
         and rows <= MAX_ROWS
-        and packed.outputs % (2 * _outs(packed)) == 0
+        and packed.outputs % (2 * packed.outs) == 0
         and packed.inputs % packed.group_size == 0
     )
 
 
 def tile(x: mx.array, packed: Packed) -> Launch:
     """x [M, K] -> [M, N] in x's dtype."""
-    outs = _outs(packed)
-    template = {"T": x.dtype, "M": len(x), "OUTS": outs, **packed.template}
     return Launch(
         TILE,
         (x, *packed.arrays),
-        grid=(32, packed.outputs // outs, 1),
+        grid=(32, packed.outputs // packed.outs, 1),
         threadgroup=(32, 2, 1),
         shapes=[(len(x), packed.outputs)],
         dtypes=[x.dtype],
-        template=template,
+        template={"T": x.dtype, "M": len(x), "OUTS": packed.outs, **packed.template},
     )
 
 
@@ -172,8 +170,3 @@ def matrix(x: mx.array, packed: Packed) -> Launch:
         dtypes=[x.dtype],
         template={"T": x.dtype, "M": len(x), "SPLIT": SPLIT, **packed.template},
     )
-
-
-def _outs(packed: Packed) -> int:
-    """Outputs of a simdgroup of `tile`: as many as leave room for the sums in registers."""
-    return 2 if packed.bits == 6 else 4

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_mtp.kernels.race import Outcome
+from mlx_mtp.kernels.race import STOCK, Outcome
 
 
 def data_folder() -> Path:
@@ -48,7 +48,7 @@ class Profile:
 
     def ways(self, key: str) -> dict[int, str]:
         """Rows -> the way that beat stock."""
-        return {rows: way for rows, way in self.wins.get(key, {}).items() if way != "stock"}
+        return {rows: way for rows, way in self.wins.get(key, {}).items() if way != STOCK}
 
     def learn(self, outcome: Outcome) -> None:
         for key, rows in outcome.wins.items():

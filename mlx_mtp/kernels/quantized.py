@@ -103,6 +103,11 @@ class Packed:
         return 16 if self.bits == 6 else 8
 
     @property
+    def outs(self) -> int:
+        """Outputs of a simdgroup that sums in registers: as many as leave room for the sums."""
+        return 2 if self.bits == 6 else 4
+
+    @property
     def arrays(self) -> tuple[mx.array, mx.array, mx.array]:
         """Weight, scales and biases; kernels do not look at biases where a mode has none."""
         return self.weight, self.scales, self.scales if self.biases is None else self.biases
