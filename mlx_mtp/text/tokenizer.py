@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -34,13 +34,14 @@ class _Backend(Protocol):
 
 
 class Tokenizer:
-    """Encodes and decodes; `control_ids` are the tokens that are never shown as text."""
+    """Encodes and decodes; `control` has the id of each token that is never shown as text."""
 
     def __init__(self, backend: _Backend, bos: str | None) -> None:
         self._backend = backend
         self._bytes: dict[int, bytes] = {}
         self._control = _any_of(backend.control)
         self.vocab_size = backend.vocab_size
+        self.control: Mapping[str, int] = backend.control
         self.control_ids = frozenset(backend.control.values())
         self.bos_id = backend.control.get(bos or "<bos>")
 
