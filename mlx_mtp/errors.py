@@ -17,6 +17,17 @@ class UsageError(MtpError):
     exit_code = 2
 
 
+class ContextError(UsageError):
+    """A prompt of `tokens` tokens, where `limit` are the most."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the prompt has {tokens} tokens; the model's context, or max-kv, is {limit} with at "
+            "least one to generate"
+        )
+        self.tokens, self.limit = tokens, limit
+
+
 class LoadError(MtpError):
     """A checkpoint, a configuration or a hub answer that cannot be used."""
 

@@ -16,12 +16,14 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_mtp.engine.processors import Processing
-from mlx_mtp.engine.requests import Event, Request, Stats, TokenLogprob
+from mlx_mtp.engine.requests import Event, Grammar, Request, Stats, TokenLogprob
 from mlx_mtp.engine.sampling import Sampling
 from mlx_mtp.engine.session import MAX_ROWS, Engine
 from mlx_mtp.errors import MtpError, UsageError
 from mlx_mtp.pair import GenerationDefaults, Pair
-from mlx_mtp.text.stopping import Span, StopStrings, TextStream
+from mlx_mtp.text.output import OutputStream, Said, in_thought
+from mlx_mtp.text.stopping import Span, StopStrings
+from mlx_mtp.text.tool_calls import ToolCall
 
 MAX_TOKENS = 512
 
@@ -30,7 +32,8 @@ MAX_TOKENS = 512
 class Options:
     """How to answer one prompt; None takes what the checkpoint's generation_config says.
 
-    max_tokens: how many tokens at most; the model's context bounds it too. seed None is a random
+    max_tokens: how many tokens at most, None for as many as there is room for; the model's context
+    bounds it too. seed None is a random
     one, shown in the result's settings. draft_len: drafted tokens a round, the bonus token not
     counted; 0 is plain decoding, None lets the program choose every round. Penalties, logit_bias
     (token id to what is added), suppress and min_tokens: see `Processing`. logprobs: report the
@@ -39,7 +42,7 @@ class Options:
     value out of range.
     """
 
-    max_tokens: int = MAX_TOKENS
+    max_tokens: int | None = MAX_TOKENS
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -62,7 +65,7 @@ class Options:
         nothing = GenerationDefaults()
         Request(
             [0],
-            self.max_tokens,
+            MAX_TOKENS if self.max_tokens is None else self.max_tokens,
             self.sampling(nothing),
             self.processing(nothing),
             draft_len=self.draft_len,
@@ -100,11 +103,14 @@ def _either(given: float | None, default: float) -> float:
 @dataclass(frozen=True)
 class Piece:
     """What one step brought: text as (text, drafted) spans, drafted where the drafter had proposed
-    the token and the target agreed; `stats` so far; `prefilled` prompt tokens read so far."""
+    the token and the target agreed; `stats` so far; `prefilled` prompt tokens read so far. The
+    model's thoughts and its calls of tools are kept apart from what it says."""
 
     spans: list[Span]
     stats: Stats
     prefilled: int
+    thoughts: list[Span] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -167,28 +173,50 @@ class Result:
 class Answer:
     """One prompt's answer in the making: its request, its text, and the settings in force.
 
-    `notices` are lines for the user.
+    `notices` are lines for the user. `text` takes the tokens apart, by default into thoughts and
+    text, or with `options.raw` not at all; `eos` come on top of the checkpoint's; the others are
+    what `Request` says of them.
     """
 
-    def __init__(self, pair: Pair, prompt: list[int], options: Options, engine: Engine) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        prompt: list[int],
+        options: Options,
+        engine: Engine,
+        *,
+        text: OutputStream | None = None,
+        grammar: Grammar | None = None,
+        snapshots: tuple[int, ...] = (),
+        session: str | None = None,
+        eos: frozenset[int] = frozenset(),
+    ) -> None:
         sampling = options.sampling(pair.defaults)
         processing = options.processing(pair.defaults)
         self._pair, self._engine = pair, engine
-        self._text = TextStream(pair.tokenizer, options.stop)
+        self._text = text or OutputStream(
+            pair.tokenizer,
+            options.stop,
+            parse=not options.raw,
+            in_thought=not options.raw and in_thought(prompt, pair.tokenizer),
+        )
         self._shown: list[str] = []
         self.request = Request(
             prompt=prompt,
-            max_tokens=options.max_tokens,
+            max_tokens=engine.context if options.max_tokens is None else options.max_tokens,
             sampling=sampling,
             processing=processing,
-            eos=frozenset(pair.defaults.eos_token_ids),
+            eos=frozenset(pair.defaults.eos_token_ids) | eos,
             draft_len=options.draft_len if pair.drafter is not None else 0,
             logprobs=options.logprobs,
             stop=self._text.add,
+            grammar=grammar,
+            snapshots=snapshots,
+            session=session,
         )
         engine.add(self.request)
         self.notices: list[str] = []
-        if self.request.max_tokens < options.max_tokens:
+        if options.max_tokens is not None and self.request.max_tokens < options.max_tokens:
             self.notices.append(
                 f"there is room for {self.request.max_tokens} more tokens in the context and in "
                 f"memory, not for the {options.max_tokens} asked for"
@@ -225,10 +253,11 @@ class Answer:
         """The text that an event of this request brings. Raises MtpError where it ended in one."""
         if self.request.error:
             raise MtpError(self.request.error)
-        spans = self._text.release(event.drafted)
+        said = self._text.release(event.drafted)
         if event.finish_reason is not None:
-            spans += self._text.finish()
-        return self._piece(spans, event.prefilled)
+            rest = self._text.finish()
+            said = Said(*(now + last for now, last in zip(said, rest, strict=True)))
+        return self._piece(said, event.prefilled)
 
     def cancel(self) -> Piece:
         """End it; the text that was held back because a stop string could have come of it."""
@@ -259,10 +288,10 @@ class Answer:
             engine=self._engine.describe(),
         )
 
-    def _piece(self, spans: list[Span], prefilled: int | None = None) -> Piece:
-        self._shown += [text for text, _ in spans]
-        prompt = len(self.request.prompt)
-        return Piece(spans, self.request.stats, prompt if prefilled is None else prefilled)
+    def _piece(self, said: Said, prefilled: int | None = None) -> Piece:
+        self._shown += [text for text, _ in said.content]
+        done = len(self.request.prompt) if prefilled is None else prefilled
+        return Piece(said.content, self.request.stats, done, said.thoughts, said.calls)
 
 
 class Generation:

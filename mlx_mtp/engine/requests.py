@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from mlx_mtp.engine.draft_length import MAX_DRAFT, check_draft_len
 from mlx_mtp.engine.processors import Processing
 from mlx_mtp.engine.sampling import Sampling
 from mlx_mtp.errors import UsageError
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
 MAX_LOGPROBS = 20
+
+
+class Grammar(Protocol):
+    """What a request may say, place by place."""
+
+    def masks(self, drafts: Sequence[int]) -> npt.NDArray[np.uint32] | None:
+        """[len(drafts) + 1, ceil(V / 32)]: at place i, behind the drafts before it, bit t % 32 of
+        word t // 32 says that token t may come. None: every token may, everywhere. The state stays
+        as it is. A draft may be wrong, or -1; what stands behind such a one is of no matter."""
+
+    def accept(self, token: int) -> None:
+        """A token was emitted; never an EOS."""
 
 
 @dataclass
@@ -75,8 +92,10 @@ class Request:
     `draft_len` is how many tokens a round drafts for it, 0 for plain decoding, or None for as
     many as the engine's controller chooses. `logprobs` asks for the logprob of every token beside
     those of so many of the likeliest. `stop` is called once for every emitted token, in order, and
-    says whether the text stops behind it. The engine fills the last six fields; `tokens` never
-    holds the EOS token, and `error` says why a request ended with the finish reason "error".
+    says whether the text stops behind it. `grammar` narrows every choice. `snapshots`: lengths of
+    the prompt from which others may go on. `session`: whose KV it may take over. The engine fills
+    the last six fields; `tokens` never holds the EOS token, and `error` says why a request ended
+    with the finish reason "error".
     Raises UsageError for a value out of range.
     """
 
@@ -88,6 +107,9 @@ class Request:
     draft_len: int | None = None
     logprobs: int | None = None
     stop: Callable[[int], bool] | None = None
+    grammar: Grammar | None = None
+    snapshots: tuple[int, ...] = ()
+    session: str | None = None
     tokens: list[int] = field(default_factory=list)
     token_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
@@ -117,6 +139,8 @@ class Request:
             self.finish_reason, self.ended_by_eos = "stop", True
             return False
         self.tokens.append(token)
+        if self.grammar is not None:
+            self.grammar.accept(token)
         self.stats.completion_tokens = len(self.tokens)
         if self.stop is not None and self.stop(token):
             self.finish_reason = "stop"

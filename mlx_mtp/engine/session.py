@@ -25,7 +25,7 @@ from mlx_mtp.engine.processors import Processed, ProcessorState, process
 from mlx_mtp.engine.requests import Event, Request, TokenLogprob
 from mlx_mtp.engine.round import RoundResult, Rounds, RoundShape, logprobs_of
 from mlx_mtp.engine.sampling import SamplerState, choose, kind_of
-from mlx_mtp.errors import FitError, UsageError
+from mlx_mtp.errors import ContextError, FitError, UsageError
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.target import Target
 
@@ -142,10 +142,7 @@ class Engine:
             raise UsageError("the request was given to an engine before; make a new one")
         prompt, vocabulary = len(request.prompt), self.target.config.text.vocab_size
         if prompt >= self.context:
-            raise UsageError(
-                f"the prompt has {prompt} tokens; the model's context, or max-kv, is "
-                f"{self.context} with at least one to generate"
-            )
+            raise ContextError(prompt, self.context)
         if not all(0 <= token < vocabulary for token in request.prompt):
             raise UsageError(f"the prompt has token ids outside the vocabulary of {vocabulary}")
         request.processing.check(vocabulary)
