@@ -9,7 +9,28 @@ from typing import Annotated
 
 import typer
 
-from mlx_mtp.cli.options import DrafterId, DrafterRevision, Json, Model, Revision
+from mlx_mtp.cli.options import (
+    DrafterBits,
+    DrafterId,
+    DrafterRevision,
+    DraftLen,
+    ForceFit,
+    Json,
+    KvBits,
+    MaxKv,
+    MinP,
+    Model,
+    NoCalibrate,
+    NoDrafter,
+    Revision,
+    Seed,
+    System,
+    Temp,
+    TopK,
+    TopP,
+    draft_length,
+    load,
+)
 from mlx_mtp.cli.terminal import emit, say, signals
 from mlx_mtp.errors import UsageError
 
@@ -35,51 +56,17 @@ def generate(
     revision: Revision = None,
     drafter: DrafterId = None,
     drafter_revision: DrafterRevision = None,
-    no_drafter: Annotated[
-        bool, typer.Option("--no-drafter", help="Decode plainly. [default: off]")
-    ] = False,
-    force_fit: Annotated[
-        bool,
-        typer.Option("--force-fit", help="Load although memory may not do. [default: off]"),
-    ] = False,
-    draft_len: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|auto",
-            help="Drafted tokens a round, bonus not counted, 0..8, or auto: what pays, round by "
-            "round. [default: auto]",
-        ),
-    ] = None,
+    no_drafter: NoDrafter = False,
+    force_fit: ForceFit = False,
+    draft_len: DraftLen = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens to generate at most. [default: 512]")
     ] = None,
-    temp: Annotated[
-        float | None,
-        typer.Option(help="Temperature, 0 is greedy. [default: generation_config, else 0]"),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            help="Keep the k likeliest tokens, 0 all. [default: generation_config, else 0]"
-        ),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Keep the likeliest tokens up to this probability. [default: generation_config, "
-            "else 1]"
-        ),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Drop tokens below this share of the likeliest one's probability. "
-            "[default: generation_config, else 0]"
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of sampling, 0 to 2^64 - 1. [default: random]")
-    ] = None,
+    temp: Temp = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
     repetition_penalty: Annotated[
         float | None,
         typer.Option(
@@ -116,33 +103,16 @@ def generate(
         list[str] | None,
         typer.Option(help="End before this text; may be repeated. [default: none]"),
     ] = None,
-    system: Annotated[
-        str | None, typer.Option(help="A system message before the prompt. [default: none]")
-    ] = None,
+    system: System = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Complete the prompt, no chat template. [default: off]")
     ] = False,
     prompt_file: Annotated[
         Path | None, typer.Option(help="Read the prompt from this file. [default: none]")
     ] = None,
-    kv_bits: Annotated[
-        int | None,
-        typer.Option(help="Keep keys and values of full layers in 8 or 4 bits. [default: off]"),
-    ] = None,
-    max_kv: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of prompt and answer at most; longer prompts are refused. [default: the "
-            "model's context]"
-        ),
-    ] = None,
-    drafter_bits: Annotated[
-        int | None,
-        typer.Option(
-            help="Quantise the drafter at load to 8, 6 or 4 bits; 0 keeps it as stored. [default: "
-            "8 on a GPU, 0 on the CPU]"
-        ),
-    ] = None,
+    kv_bits: KvBits = None,
+    max_kv: MaxKv = None,
+    drafter_bits: DrafterBits = None,
     drafter_device: Annotated[
         str | None,
         typer.Option(
@@ -163,14 +133,7 @@ def generate(
             help="Start a round before the one before it is read. [default: on a GPU]",
         ),
     ] = None,
-    no_calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--no-calibrate",
-            help="On Metal, race no kernels at the first load of a model (5 s at most); what "
-            "earlier races gave is used. [default: off]",
-        ),
-    ] = False,
+    no_calibrate: NoCalibrate = False,
     as_json: Json = False,
     no_stream: Annotated[
         bool, typer.Option("--no-stream", help="Print the text at the end. [default: off]")
@@ -180,23 +143,12 @@ def generate(
         typer.Option("--quiet", "-q", help="No progress, no summary; notices stay. [default: off]"),
     ] = False,
 ) -> None:
+    from mlx_mtp.cli.view import Silent, summarise, view_for
     from mlx_mtp.generation import MAX_TOKENS, Options, low_acceptance, stream
 
     text = read_prompt(prompt, prompt_file, raw=raw)
-    needs = {
-        "--drafter": drafter,
-        "--drafter-revision": drafter_revision,
-        "--draft-len": draft_len not in (None, "0"),
-        "--drafter-bits": drafter_bits is not None,
-        "--drafter-device": drafter_device,
-    }
-    for name, given in needs.items():
-        if no_drafter and given:
-            raise UsageError(f"{name} needs a drafter, which --no-drafter leaves out")
     if logprobs is not None and not as_json:
         raise UsageError("--logprobs is shown by --json only: give both")
-    if model is None and (revision or (drafter_revision and not drafter)):
-        raise UsageError("a revision needs the --model or the --drafter that it is of")
     options = Options(
         max_tokens=MAX_TOKENS if max_tokens is None else max_tokens,
         temperature=temp,
@@ -205,7 +157,7 @@ def generate(
         min_p=min_p,
         seed=seed,
         stop=tuple(stop or ()),
-        draft_len=_draft_len(draft_len),
+        draft_len=draft_length(draft_len),
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
@@ -216,31 +168,19 @@ def generate(
         raw=raw,
         system=system,
     )
-    # Nothing is drafted with 0, so a drafter that was not asked for need not be loaded.
-    plain = no_drafter or (options.draft_len == 0 and drafter is None)
-
-    from mlx_mtp.cli.view import Loading, Silent, human_bytes, summarise, view_for
-    from mlx_mtp.weights.load import load_pair
-
-    loading = None if quiet else Loading()
-    pair = load_pair(
+    pair = load(
         model,
-        drafter=None if plain else "auto" if drafter is None else drafter,
-        revision=revision,
-        drafter_revision=drafter_revision,
-        drafter_bits=None if plain else drafter_bits,
-        drafter_device=None if plain else drafter_device,
+        drafter,
+        no_drafter,
+        draft_len,
+        revision,
+        drafter_revision,
+        drafter_bits,
+        drafter_device,
+        quiet=quiet,
         force_fit=force_fit,
         calibrate=not no_calibrate,
-        progress=loading,
     )
-    if loading is not None:
-        loading.close()
-    if model is None and not quiet:
-        say(
-            f"no --model given: this is the demo pair, {human_bytes(pair.weights_bytes)}, which "
-            "knows a little Python; --model e2b fetches a real one"
-        )
     engine = pair.engine(kv_bits=kv_bits, max_kv=max_kv, compile=compile_rounds, pipeline=pipeline)
     generation = stream(pair, text, options, engine=engine)
     for notice in (*pair.notices, *generation.notices):
@@ -268,16 +208,6 @@ def generate(
         summarise(result)
     if warning := low_acceptance(result.stats):
         say(warning)
-
-
-def _draft_len(given: str | None) -> int | None:
-    """None for auto. Raises UsageError for what is no number; its range is checked later."""
-    if given is None or given == "auto":
-        return None
-    try:
-        return int(given)
-    except ValueError:
-        raise UsageError(f"--draft-len is {given!r}; it must be 0 to 8, or auto") from None
 
 
 def _bias(given: str) -> tuple[int, float]:

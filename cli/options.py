@@ -1,10 +1,16 @@
-"""Options that several commands share: one spelling, one help text."""
+"""Options that several commands share: one spelling, one help text; and what they load."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from mlx_mtp.cli.terminal import say
+from mlx_mtp.errors import UsageError
+
+if TYPE_CHECKING:
+    from mlx_mtp.pair import Pair
 
 WHICH_MODEL = "Folder, hub id or e2b, e4b, 12b, 26b, 31b. [default: the demo pair]"
 
@@ -19,3 +25,134 @@ DrafterRevision = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of the drafter. [default: main]")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead. [default: off]")]
+NoDrafter = Annotated[bool, typer.Option("--no-drafter", help="Decode plainly. [default: off]")]
+ForceFit = Annotated[
+    bool,
+    typer.Option("--force-fit", help="Load although memory may not do. [default: off]"),
+]
+DraftLen = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|auto",
+        help="Drafted tokens a round, bonus not counted, 0..8, or auto: what pays, round by "
+        "round. [default: auto]",
+    ),
+]
+Temp = Annotated[
+    float | None,
+    typer.Option(help="Temperature, 0 is greedy. [default: generation_config, else 0]"),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(help="Keep the k likeliest tokens, 0 all. [default: generation_config, else 0]"),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help="Keep the likeliest tokens up to this probability. [default: generation_config, "
+        "else 1]"
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        help="Drop tokens below this share of the likeliest one's probability. "
+        "[default: generation_config, else 0]"
+    ),
+]
+Seed = Annotated[
+    int | None, typer.Option(help="Seed of sampling, 0 to 2^64 - 1. [default: random]")
+]
+System = Annotated[
+    str | None, typer.Option(help="A system message before the prompt. [default: none]")
+]
+KvBits = Annotated[
+    int | None,
+    typer.Option(help="Keep keys and values of full layers in 8 or 4 bits. [default: off]"),
+]
+MaxKv = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of prompt and answer at most; longer prompts are refused. [default: the "
+        "model's context]"
+    ),
+]
+DrafterBits = Annotated[
+    int | None,
+    typer.Option(
+        help="Quantise the drafter at load to 8, 6 or 4 bits; 0 keeps it as stored. [default: "
+        "8 on a GPU, 0 on the CPU]"
+    ),
+]
+NoCalibrate = Annotated[
+    bool,
+    typer.Option(
+        "--no-calibrate",
+        help="On Metal, race no kernels at the first load of a model (5 s at most); what "
+        "earlier races gave is used. [default: off]",
+    ),
+]
+
+
+def draft_length(given: str | None) -> int | None:
+    """None for auto. Raises UsageError for what is no number; its range is checked later."""
+    if given is None or given == "auto":
+        return None
+    try:
+        return int(given)
+    except ValueError:
+        raise UsageError(f"--draft-len is {given!r}; it must be 0 to 8, or auto") from None
+
+
+def load(
+    model: str | None,
+    drafter: str | None,
+    no_drafter: bool,
+    draft_len: str | None,
+    revision: str | None,
+    drafter_revision: str | None,
+    drafter_bits: int | None = None,
+    drafter_device: str | None = None,
+    *,
+    quiet: bool = False,
+    **how: Any,
+) -> Pair:
+    """The pair that these options name; progress and a line about the demo pair on stderr unless
+    `quiet`. Raises UsageError for options that do not go together, and as `load_pair` does."""
+    needs = {
+        "--drafter": drafter,
+        "--drafter-revision": drafter_revision,
+        "--draft-len": draft_len not in (None, "0"),
+        "--drafter-bits": drafter_bits is not None,
+        "--drafter-device": drafter_device,
+    }
+    for name, given in needs.items():
+        if no_drafter and given:
+            raise UsageError(f"{name} needs a drafter, which --no-drafter leaves out")
+    if model is None and (revision or (drafter_revision and not drafter)):
+        raise UsageError("a revision needs the --model or the --drafter that it is of")
+
+    from mlx_mtp.cli.view import Loading, human_bytes
+    from mlx_mtp.weights.load import load_pair
+
+    # Nothing is drafted with 0, so a drafter that was not asked for need not be loaded.
+    plain = no_drafter or (draft_length(draft_len) == 0 and drafter is None)
+    loading = None if quiet else Loading()
+    pair = load_pair(
+        model,
+        drafter=None if plain else "auto" if drafter is None else drafter,
+        revision=revision,
+        drafter_revision=drafter_revision,
+        drafter_bits=None if plain else drafter_bits,
+        drafter_device=None if plain else drafter_device,
+        progress=loading,
+        **how,
+    )
+    if loading is not None:
+        loading.close()
+    if model is None and not quiet:
+        say(
+            f"no --model given: this is the demo pair, {human_bytes(pair.weights_bytes)}, which "
+            "knows a little Python; --model e2b fetches a real one"
+        )
+    return pair
