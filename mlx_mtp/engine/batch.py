@@ -14,6 +14,7 @@ from mlx.utils import tree_map
 
 from mlx_mtp.engine.copying import Copies, CopyIndex
 from mlx_mtp.engine.kv import BLOCK, MIN_CAPACITY, Buffers, KVLayout, capacity_for
+from mlx_mtp.engine.prefix import Prefixes, Slot
 from mlx_mtp.engine.processors import Processed, ProcessorState, count
 from mlx_mtp.engine.requests import Request
 from mlx_mtp.engine.round import RoundState
@@ -25,29 +26,25 @@ class Row:
     """The host's side of one row.
 
     length: committed KV slots as far as results were read; ahead: how far unread rounds may get
-    beyond that. ids: the tokens in KV once no request runs here, for a prompt that goes on.
-    copies: the text so far, where copied drafts may be used.
+    beyond that. slot: what lies in the row's KV, for a prompt that goes on from it. copies: the
+    text so far, where copied drafts may be used.
     """
 
     request: Request | None = None
     length: int = 0
     ahead: int = 0
-    ids: list[int] = field(default_factory=list)
+    slot: Slot = field(default_factory=Slot)
     started: float = 0.0
     copies: CopyIndex | None = None
 
-    def reusable(self, prompt: Sequence[int]) -> int:
-        """How many tokens of a prompt stand in this row's KV; 0 unless all of `ids` do. The last
-        prompt token is always run: its hidden state starts the rounds."""
-        ids = self.ids
-        return len(ids) if len(ids) < len(prompt) and list(prompt[: len(ids)]) == ids else 0
-
 
 class Batch:
-    """Up to `most` rows. `rows[i]` is row i of every array of `state`."""
+    """Up to `most` rows. `rows[i]` is row i of every array of `state`. cache_bytes: what KV of
+    conversations may take for which there is no row, see `Prefixes`."""
 
-    def __init__(self, layout: KVLayout, most: int):
+    def __init__(self, layout: KVLayout, most: int, cache_bytes: int = 0):
         self.layout, self.most = layout, most
+        self.prefixes = Prefixes(layout, cache_bytes)
         self.rows = [Row()]
         zeros = mx.zeros((1,), dtype=mx.int32)
         self.state = RoundState(
@@ -73,17 +70,53 @@ class Batch:
     def bucket(self, rows: int) -> int:
         return min(1 << (rows - 1).bit_length(), self.most)
 
-    def free_row(self, prompt: Sequence[int]) -> Row:
-        """A row for a new request, best one whose KV the prompt goes on from; the bucket grows
-        where all are taken. With nothing running the bucket is this row alone."""
-        free = [row for row in self.rows if row.request is None]
-        if not free:
-            self.resize([*self.rows, Row()])
-            free = self.rows[-1:]
-        row = max(free, key=lambda row: (row.reusable(prompt), -len(row.ids)))
+    @property
+    def idle(self) -> list[Row]:
+        return [row for row in self.rows if row.request is None]
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [row.slot for row in self.rows]
+
+    def admit(self, request: Request) -> tuple[Row, Buffers, int]:
+        """A row for a new request; buffers of one row for its prefill, with room for its prompt;
+        and how many of its tokens are in them. The bucket grows where all rows are taken; with
+        nothing running it is this row alone. `put_kv` brings the buffers back."""
+        prompt, session = request.prompt, request.session
+        found = self.prefixes.find(prompt, [row.slot for row in self.idle], session)
+        slot, forks = found.slot, self.prefixes.forks(found, session)
+        at = next((row for row in self.idle if row.slot is slot), None)
         if not self.running:
-            self.resize([row])
-        return row
+            self.resize([at or self.rows[0]])
+        elif not self.idle:
+            self.resize([*self.rows, Row()])
+        # Another conversation's place is taken only where there is no empty one.
+        elsewhere = min(self.idle, key=lambda r: (r is at, len(r.slot.ids) > 0, r.slot.used))
+        row = at if at is not None and not forks else elsewhere
+        alone = len(self.rows) == 1
+        # What the row held, and what the prompt goes on from.
+        left = self._lift(row) if alone or (row is not at and row.slot.ids) else None
+        source = left if alone and at is row else None
+        if source is None and found.length:
+            source = self._lift(at) if at else slot.kv if forks else self.prefixes.take(slot)
+        if forks:
+            if row is at:
+                left = left if alone else self._lift(row)
+            if alone or at is None:
+                assert source is not None
+                source = self.layout.fork(source, found.length, capacity_for(len(prompt) + BLOCK))
+            slot = Slot(slot.ids, slot.snapshots, session=session, used=slot.used)
+        if row.slot is not slot and left is not None and self.prefixes.park(row.slot, left):
+            left = None
+        kv = source or left or self.layout.allocate(1, capacity_for(len(prompt) + BLOCK))
+        del source, left
+        if found.snapshot is not None:
+            kv = self.layout.with_rings(kv, found.snapshot.rings)
+        if self.layout.capacity(kv) < len(prompt) + BLOCK:
+            kv = self.layout.grow(kv, capacity_for(len(prompt) + BLOCK))
+        slot.rewind(found.length)
+        slot.session, row.slot = session, slot
+        return row, kv, found.length
 
     def shrink(self, reserved: Sequence[Row]) -> bool:
         """Use a smaller bucket where the rows in use have room in one."""
@@ -94,10 +127,14 @@ class Batch:
         return smaller
 
     def resize(self, rows: list[Row]) -> None:
-        """Make `rows` the batch, filled up to a bucket; those of before keep their state."""
+        """Make `rows` the batch, filled up to a bucket; those of before keep their state, and what
+        idle ones held that leave is parked."""
         rows = [*rows, *(Row() for _ in range(self.bucket(len(rows)) - len(rows)))]
         if rows == self.rows:
             return
+        for row in self.rows:
+            if row not in rows and row.slot.ids and self.prefixes.budget:
+                self.prefixes.park(row.slot, self._lift(row))
         # A new row starts as a copy of some old one: all it needs is to be finite.
         index = [self.rows.index(row) if row in self.rows else 0 for row in rows]
         new = {i for i, row in enumerate(rows) if row not in self.rows}
@@ -117,21 +154,15 @@ class Batch:
         self.state = self.state._replace(kv=self.layout.grow(kv, capacity_for(positions)))
         return True
 
-    def take_kv(self, row: Row, positions: int) -> Buffers:
-        """Buffers of one row for a prefill, with what `row` holds and room for `positions`. While
-        other rows run they are a copy; a row that is alone gives its own away."""
-        if len(self.rows) == 1:
-            kv, self.state = self.state.kv, self.state._replace(kv=[])
-        elif row.ids:
-            kv = self.layout.take_row(self.state.kv, self.rows.index(row))
-        else:
-            kv = self.layout.allocate(1, capacity_for(positions))
-        if self.layout.capacity(kv) < positions:
-            kv = self.layout.grow(kv, capacity_for(positions))
+    def _lift(self, row: Row) -> Buffers:
+        """A row's buffers: a copy while there are other rows, else its own."""
+        if len(self.rows) > 1:
+            return self.layout.take_row(self.state.kv, self.rows.index(row))
+        kv, self.state = self.state.kv, self.state._replace(kv=[])
         return kv
 
     def put_kv(self, row: Row, kv: Buffers) -> None:
-        """Give a row the buffers that `take_kv` lent."""
+        """Give a row the buffers that `admit` lent."""
         if len(self.rows) > 1:
             self.grow(self.layout.capacity(kv) if kv else 0)
             whole, self.state = self.state.kv, self.state._replace(kv=[])

@@ -168,6 +168,30 @@ class KVLayout:
             for layer, one in zip(buffers, single, strict=True)
         ]
 
+    def rings(self, buffers: Buffers) -> Buffers:
+        """The sliding layers' part of the buffers, under names of their own: an assignment to some
+        elements changes the array that is named, and copies what lies under another name, too."""
+        pairs = zip(self._kinds, buffers, strict=True)
+        return [tuple(map(mx.array, layer)) for kind, layer in pairs if kind != FULL]
+
+    def with_rings(self, buffers: Buffers, rings: Buffers) -> Buffers:
+        """`buffers` with the sliding layers replaced by what `rings` gave."""
+        parts, pairs = iter(rings), zip(self._kinds, buffers, strict=True)
+        return [
+            layer if kind == FULL else tuple(map(mx.array, next(parts))) for kind, layer in pairs
+        ]
+
+    def fork(self, buffers: Buffers, length: int, capacity: int) -> Buffers:
+        """A copy of the first `length` slots in full buffers of `capacity`, and the rings, which
+        the next write copies."""
+        forked: Buffers = []
+        for kind, layer in zip(self._kinds, buffers, strict=True):
+            if kind == FULL:
+                more = [(0, 0), (0, 0), (0, capacity - length), (0, 0)]
+                layer = tuple(mx.pad(part[:, :, :length], more) for part in layer)
+            forked.append(layer)
+        return self.with_rings(forked, self.rings(buffers))
+
     def clear_row(self, buffers: Buffers, row: int) -> Buffers:
         """`buffers` with zeros in one row."""
         empty = [tuple(mx.zeros_like(part[:1]) for part in layer) for layer in buffers]
@@ -197,6 +221,11 @@ class KVLayout:
     def donor_view(self, buffers: Buffers, length: mx.array, bound: int) -> DonorView:
         """The drafter's read-only view of the committed slots."""
         return DonorView(self, buffers, length, attended(bound, self.capacity(buffers)))
+
+
+def nbytes(buffers: Buffers) -> int:
+    """Bytes that buffers take."""
+    return sum(part.nbytes for layer in buffers for part in layer)
 
 
 def capacity_for(positions: int) -> int:

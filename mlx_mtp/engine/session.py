@@ -19,8 +19,9 @@ import mlx.core as mx
 from mlx_mtp.engine.batch import Batch, Row
 from mlx_mtp.engine.copying import Copies, CopyIndex
 from mlx_mtp.engine.draft_length import AutoLength, DraftLength, Outcome, Shape
-from mlx_mtp.engine.kv import BLOCK, Buffers, KVLayout, capacity_for
+from mlx_mtp.engine.kv import BLOCK, Buffers, KVLayout, capacity_for, nbytes
 from mlx_mtp.engine.policy import Clock, Policy
+from mlx_mtp.engine.prefix import Slot, Snapshot
 from mlx_mtp.engine.processors import Processed, ProcessorState, process
 from mlx_mtp.engine.requests import Event, Request, TokenLogprob
 from mlx_mtp.engine.round import RoundResult, Rounds, RoundShape, logprobs_of
@@ -64,9 +65,10 @@ class Engine:
 
     draft_length chooses every round's drafts for requests that leave it open. memory_limit: bytes
     that weights and KV may take; a prompt whose KV would pass it is refused. kv_bits: 8 or 4 to
-    keep the KV of full layers quantised. max_kv: positions that a request may take. compile and
-    pipeline: see `Policy`; None leaves them to the device. drafter_device: where the drafter runs,
-    if not where the target does. full_ways: see `KVLayout`. Raises UsageError.
+    keep the KV of full layers quantised. cache_bytes: what KV of conversations may take that are
+    over for now and lie in no row, and snapshots. max_kv: positions that a request may take.
+    compile and pipeline: see `Policy`; None leaves them to the device. drafter_device: where the
+    drafter runs, if not where the target does. full_ways: see `KVLayout`. Raises UsageError.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Engine:
         draft_length: DraftLength | None = None,
         memory_limit: int | None = None,
         kv_bits: int | None = None,
+        cache_bytes: int = 0,
         max_kv: int | None = None,
         compile: bool | None = None,
         pipeline: bool | None = None,
@@ -101,7 +104,7 @@ class Engine:
         self.waits = 0  # how often the host waited for the device
         self.grown = 0  # how often buffers were copied: into larger ones, or another bucket
         self.rounds = Rounds(target, drafter, self.layout, self.policy.compile, drafter_device)
-        self._batch = Batch(self.layout, rows)
+        self._batch = Batch(self.layout, rows, cache_bytes)
         self._waiting: deque[Request] = deque()
         self._prefill: Prefill | None = None
         self._prefilled_last = False
@@ -118,7 +121,13 @@ class Engine:
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that the engine holds."""
-        return _nbytes(self._batch.state.kv) + (_nbytes(self._prefill.kv) if self._prefill else 0)
+        batch, fill = self._batch, self._prefill
+        return nbytes(batch.state.kv) + (nbytes(fill.kv) if fill else 0) + self.cached_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of these that only wait for a prompt that goes on from them."""
+        return self._batch.prefixes.nbytes(self._batch.slots)
 
     def describe(self) -> dict[str, Any]:
         """How rounds were run so far: the policy, and counts of what costs time beside them."""
@@ -172,6 +181,14 @@ class Engine:
             self._end_prefill()
         else:
             self._release([row for row in self._batch.rows if row.request is request])
+
+    def forget(self, session: str) -> None:
+        """Let go of what is kept under that name."""
+        self._batch.prefixes.forget(session)
+        for row in self._batch.idle:
+            reserved = self._prefill is not None and self._prefill.row is row
+            if row.slot.session == session and not reserved:
+                row.slot = Slot()
 
     def close(self) -> None:
         """Cancel everything and WAIT for what is in flight."""
@@ -368,13 +385,11 @@ class Engine:
         if len(batch.running) >= batch.most:
             return
         request = self._waiting.popleft()
-        row = batch.free_row(request.prompt)
-        done = row.reusable(request.prompt)
-        row.ids = row.ids[:done]
-        kv = batch.take_kv(row, len(request.prompt) + BLOCK)
+        row, kv, done = batch.admit(request)
+        batch.prefixes.trim(batch.slots, self._cache_room(len(request.prompt)))
         request.stats.cached_tokens = done
         row.started = time.perf_counter()
-        row.ids, row.length = [], 0
+        row.length = 0
         # Rounds in between write behind an unused row's length, too: not where it ended before.
         batch.sync({batch.rows.index(row)})
         self._prefill = Prefill(row, request, kv, done)
@@ -384,13 +399,17 @@ class Engine:
         flight. The last chunk brings the first token and the row joins the batch."""
         assert self._prefill is not None
         fill, request = self._prefill, self._prefill.request
-        chunk = request.prompt[fill.done : fill.done + self.prefill_chunk]
+        wanted = request.snapshots if self._batch.prefixes.budget else ()
+        ends = (*wanted, fill.done + self.prefill_chunk)
+        chunk = request.prompt[fill.done : min(end for end in ends if end > fill.done)]
         final = fill.done + len(chunk) == len(request.prompt)
         view = self.layout.view(fill.kv, mx.array([fill.done]), len(chunk), fill.done)
         hidden = self.target(mx.array([chunk]), view, keep=int(final))
         fill.kv = view.buffers
         del view
         fill.done += len(chunk)
+        if fill.done in wanted:
+            fill.row.slot.keep(Snapshot(fill.done, self.layout.rings(fill.kv)))
         if final:
             self._join(fill, hidden)
             return [Event(request, [], [], fill.done)]
@@ -444,10 +463,10 @@ class Engine:
         fill = self._prefill
         assert fill is not None
         self._prefill = None
-        if len(self._batch.rows) == 1:
-            self._batch.put_kv(fill.row, fill.kv)
-            fill.row.ids, fill.row.length = fill.request.prompt[: fill.done], fill.done
-            self._batch.sync({0})
+        kv, fill.kv = fill.kv, []
+        self._batch.put_kv(fill.row, kv)
+        fill.row.slot.ids, fill.row.length = fill.request.prompt[: fill.done], fill.done
+        self._batch.sync({self._batch.rows.index(fill.row)})
 
     def _release(self, rows: list[Row]) -> None:
         """Let go of rows whose requests ended. Their KV is cut back to what was kept: a block in
@@ -458,11 +477,12 @@ class Engine:
             if row.request.error:
                 kept = []
                 self._batch.clear(row)
+                row.slot = Slot()
             # The newest token is chosen but not in KV yet; before an EOS everything kept is.
             whole = row.request.ended_by_eos or not row.request.tokens or not kept
-            row.ids = kept if whole else kept[:-1]
+            row.slot.ids = kept if whole else kept[:-1]
             row.request, row.copies = None, None
-            row.length, row.ahead = len(row.ids), 0
+            row.length, row.ahead = len(row.slot.ids), 0
         if rows:
             self._batch.sync({self._batch.rows.index(row) for row in rows})
         live = [f for f in self._flights if any(row.request is r for _, row, r in f.rows)]
@@ -479,7 +499,7 @@ class Engine:
         beside = len(self._batch.running) + len(self._waiting) + (self._prefill is not None)
         kv, rows = self._batch.state.kv, self._batch.bucket(beside + 1)
         held = self.layout.capacity(kv) if kv and rows <= len(self._batch.rows) else 0
-        free = max(self.memory_limit - mx.get_active_memory(), 0)
+        free = max(self.memory_limit - mx.get_active_memory() + self.cached_bytes, 0)
 
         def needed(*capacities: int) -> int:
             return sum(self.layout.nbytes(rows, c) for c in capacities if c > held)
@@ -497,6 +517,14 @@ class Engine:
             capacity *= 2
         return self.context
 
+    def _cache_room(self, prompt: int) -> int | None:
+        """Bytes that memory leaves for what only waits, beside the KV of a new prompt."""
+        if self.memory_limit is None:
+            return None
+        needed = self.layout.nbytes(len(self._batch.rows), capacity_for(prompt + BLOCK))
+        used = mx.get_active_memory() - self.cached_bytes + needed
+        return max(self.memory_limit - used, 0)
+
 
 class _Logprobs:
     """The logprobs of a result on the host; read after its tokens, so that nothing waits."""
@@ -513,7 +541,3 @@ class _Logprobs:
             best = sorted(zip(ids, values, strict=True), key=lambda pair: -pair[1])
             shown.append(TokenLogprob(chosen, tuple(best[: request.logprobs])))
         return shown
-
-
-def _nbytes(kv: Buffers) -> int:
-    return sum(part.nbytes for layer in kv for part in layer)

@@ -1,0 +1,151 @@
+"""Which KV a prompt can go on from: conversations that are over for now keep theirs in slots.
+
+A slot owns its full buffers. Rings cannot be wound back past their window, so on the way through
+a prompt snapshots of them are taken: references, which make the next write copy them once. A slot
+goes on from its end, or from a snapshot up to which the prompt says the same; the full buffers
+need no snapshot, for a length that is smaller is all there is to a rewind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from mlx_mtp.engine.kv import BLOCK, Buffers, KVLayout, nbytes
+
+MOST_SLOTS = 8
+LEAST_FORKED = 32  # tokens; for fewer a copy of the buffers does not pay
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The sliding layers' buffers when `length` tokens were in KV."""
+
+    length: int
+    rings: Buffers
+
+
+@dataclass(eq=False)
+class Slot:
+    """One conversation's KV. ids: the tokens in it, once no request runs on it. kv: one row, or
+    None while it lies in a row of the batch. session: the name under which it is asked for.
+    used: when it was last, counted in requests."""
+
+    ids: list[int] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
+    kv: Buffers | None = None
+    session: str | None = None
+    used: int = 0
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Of many snapshots the first one, behind the system message, and the last two stay."""
+        self.snapshots = [*self.snapshots[:1], *self.snapshots[1:][-1:], snapshot]
+
+    def rewind(self, length: int) -> None:
+        """What comes after `length` tokens is about to be overwritten."""
+        self.ids = self.ids[:length]
+        self.snapshots = [s for s in self.snapshots if s.length <= length]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a prompt may go on from: the first `length` tokens of a slot, with the rings of a
+    snapshot, or where that is None as they are."""
+
+    slot: Slot
+    length: int
+    snapshot: Snapshot | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing of the slot is lost."""
+        return self.length == len(self.slot.ids)
+
+
+class Prefixes:
+    """The slots that lie in no row, and the choice among all. budget: bytes that these and all
+    snapshots may take; with 0 nothing is kept but what lies in the batch's rows."""
+
+    def __init__(self, layout: KVLayout, budget: int) -> None:
+        self.layout, self.budget = layout, budget
+        self.parked: list[Slot] = []
+        self._requests = 0
+
+    def find(self, prompt: Sequence[int], slots: Iterable[Slot], session: str | None) -> Found:
+        """The longest part of the prompt that is in KV, if need be nothing, in a new slot. The
+        last token of a prompt is always run: its hidden state starts the rounds."""
+        found = [self._reuse(slot, prompt) for slot in (*slots, *self.parked)]
+        best = max(
+            (one for one in found if one.length),
+            key=lambda one: (one.length, one.whole, one.slot.session == session, one.slot.used),
+            default=Found(Slot(), 0),
+        )
+        self._requests += 1
+        best.slot.used = self._requests
+        return best
+
+    def forks(self, found: Found, session: str | None) -> bool:
+        """Whether to copy what was found, so that its conversation can go on, too."""
+        same = session is not None and found.slot.session == session
+        return bool(self.budget) and not found.whole and not same
+
+    def park(self, slot: Slot, kv: Buffers) -> bool:
+        """Keep a slot that has to leave its row, where it is worth it."""
+        kept = bool(self.budget and slot.ids)
+        if kept:
+            slot.kv = kv
+            self.parked.append(slot)
+        return kept
+
+    def take(self, slot: Slot) -> Buffers:
+        """The buffers of a parked slot, which is no longer one."""
+        self.parked.remove(slot)
+        kv, slot.kv = slot.kv, None
+        assert kv is not None
+        return kv
+
+    def nbytes(self, slots: Iterable[Slot]) -> int:
+        """Bytes of parked slots, and of the snapshots of these and of `slots`."""
+        held = [*self.parked, *slots]
+        snapshots = {id(s): nbytes(s.rings) for slot in held for s in slot.snapshots}
+        return sum(nbytes(slot.kv or []) for slot in self.parked) + sum(snapshots.values())
+
+    def trim(self, slots: Sequence[Slot], most: int | None = None) -> None:
+        """Keep within the budget, or within `most` bytes: the parked slot that was used least
+        recently goes first, then snapshots of `slots`."""
+        most = self.budget if most is None else min(most, self.budget)
+        self.parked.sort(key=lambda slot: slot.used)
+        while self.parked and (len(self.parked) > MOST_SLOTS or self.nbytes(slots) > most):
+            self.parked.pop(0)
+        for slot in sorted(slots, key=lambda slot: slot.used):
+            while slot.snapshots and self.nbytes(slots) > most:
+                slot.snapshots.pop(1 if len(slot.snapshots) > 2 else 0)
+
+    def forget(self, session: str) -> None:
+        self.parked = [slot for slot in self.parked if slot.session != session]
+
+    def _reuse(self, slot: Slot, prompt: Sequence[int]) -> Found:
+        ids = slot.ids
+        same = common_prefix(ids, prompt[:-1])
+        if same == len(ids) or (same >= LEAST_FORKED and self._rewinds(len(ids), same)):
+            return Found(slot, same)
+        usable = [s for s in slot.snapshots if LEAST_FORKED <= s.length <= same]
+        return Found(slot, usable[-1].length, usable[-1]) if usable else Found(slot, 0)
+
+    def _rewinds(self, length: int, to: int) -> bool:
+        """Whether the window behind `to` still stands in rings that were written up to two blocks
+        past `length`."""
+        start = max(to - self.layout.text.sliding_window, 0)
+        return length + 2 * BLOCK <= start + self.layout.ring
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two lists begin with alike; by halving, for comparing slices is quick."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
