@@ -1,4 +1,4 @@
-"""Stop strings, over text that comes in pieces, and the tokens whose text may already be shown."""
+"""Stop strings, over text that comes in pieces, and the pieces that may already be shown."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 
 from mlx_mtp.errors import UsageError
-from mlx_mtp.text.detokenize import Detokenizer
-from mlx_mtp.text.tokenizer import Tokenizer
 
 Span = tuple[str, bool]
 
@@ -74,14 +72,13 @@ def _failure_table(stop: str) -> list[int]:
 
 
 class TextStream:
-    """Token ids in, text that may be shown out, each part with the flag of its token.
+    """Each token's text in, text that may be shown out, each part with the flag of its token.
 
     `add` decides token by token whether to stop. The flags (drafted or not) are known only when a
     round is over, so `release` brings them, in the order of the tokens added.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+    def __init__(self, stops: Sequence[str] = ()) -> None:
         self._stops = StopStrings(stops)
         self._deltas: deque[str] = deque()
         self._held: deque[Span] = deque()
@@ -91,9 +88,8 @@ class TextStream:
     def stopped(self) -> bool:
         return self._stops.stopped
 
-    def add(self, token: int) -> bool:
-        """Takes the next token; True when it completes a stop string."""
-        delta = self._detokenizer.add(token)
+    def add(self, delta: str) -> bool:
+        """Takes what the next token adds to the text; True when it completes a stop string."""
         self._deltas.append(delta)
         return self._stops.feed(delta)
 
@@ -105,10 +101,6 @@ class TextStream:
 
     def finish(self) -> list[Span]:
         """The text that was still held back at the end of the generation."""
-        if not self.stopped:
-            rest = self._detokenizer.flush()
-            self._stops.feed(rest)
-            self._held.append((rest, False))
         self._stops.finish()
         return self._take()
 
