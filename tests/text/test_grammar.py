@@ -1,0 +1,296 @@
+import json
+import random
+import re
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_mtp.errors import UsageError
+from mlx_mtp.text.grammar import GrammarFactory
+from mlx_mtp.text.tokenizer import Tokenizer
+
+EMBEDDED = Path(__file__).parents[2] / "weights/tiny/target"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "mood": {"enum": ["é漢", 'a"b', "x"]},
+        "age": {"type": ["integer", "null"], "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 3},
+        "friend": {"$ref": "#"},
+    },
+    "required": ["name", "mood", "age"],
+    "additionalProperties": False,
+}
+CLOSING = (b'"', b"}", b"]", b")", b"z")
+OBJECT = {"type": "json_object"}
+NUMBER = {"type": "regex", "regex": "[0-9]{1,3}"}
+
+
+def schema(schema):
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+
+
+@pytest.fixture(scope="module")
+def factory(tokenizer):
+    """For each kind of tokenizer; there are more logits than tokens, and two ways to end."""
+    pytest.importorskip("llguidance")
+    control = tokenizer.control
+    return GrammarFactory(
+        tokenizer, tokenizer.vocab_size + 37, [control["<eos>"], control["<turn|>"]]
+    )
+
+
+@pytest.fixture(scope="module")
+def words():
+    return Tokenizer.from_folder(EMBEDDED)
+
+
+@pytest.fixture(scope="module")
+def embedded(words):
+    pytest.importorskip("llguidance")
+    return GrammarFactory(words, 2100, [1, words.control["<turn|>"]])
+
+
+def allowed(row):
+    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+
+
+def walk(grammar, tokenizer, eos, rng, steps=400):
+    """The ids of a random answer, by tokens that the masks allow; it hurries to its end."""
+    ids = []
+    for step in range(steps):
+        options = allowed(grammar.masks([])[0])
+        texts = set(options) - eos
+        assert options
+        assert max(options) < tokenizer.vocab_size
+        assert not texts & tokenizer.control_ids
+        if eos & set(options) and (not texts or step > 30 or rng.random() < 0.3):
+            assert eos <= set(options)
+            return ids
+        closing = [t for t in sorted(texts) if tokenizer.token_bytes(t) in CLOSING]
+        ids.append(rng.choice(closing if closing and step > 20 else sorted(texts)))
+        grammar.accept(ids[-1])
+    raise AssertionError(tokenizer.decode(ids))
+
+
+def eos_of(tokenizer):
+    return {tokenizer.control["<eos>"], tokenizer.control["<turn|>"]}
+
+
+def test_b10_e11_random_walks_give_what_the_schema_says(factory, tokenizer):
+    jsonschema = pytest.importorskip("jsonschema")
+    for seed in range(12):
+        ids = walk(factory(schema(PERSON)), tokenizer, eos_of(tokenizer), random.Random(seed))
+        jsonschema.validate(json.loads(tokenizer.decode(ids)), PERSON)
+
+
+def test_e11_random_walks_give_a_json_object(factory, tokenizer):
+    for seed in range(12):
+        ids = walk(factory(OBJECT), tokenizer, eos_of(tokenizer), random.Random(seed))
+        assert isinstance(json.loads(tokenizer.decode(ids)), dict)
+
+
+def test_a_regex_and_a_lark_grammar(factory, tokenizer):
+    lark = 'start: "(" start ")" | "é"'
+    for seed in range(5):
+        rng, eos = random.Random(seed), eos_of(tokenizer)
+        ids = walk(factory({"type": "regex", "regex": "[ab]{2,5} ?é+z"}), tokenizer, eos, rng)
+        assert re.fullmatch("[ab]{2,5} ?é+z", tokenizer.decode(ids))
+        ids = walk(factory({"type": "grammar", "grammar": lark}), tokenizer, eos, rng)
+        assert re.fullmatch(r"\(*é\)*", tokenizer.decode(ids))
+
+
+def test_there_is_no_grammar_for_text(tokenizer):
+    assert GrammarFactory(tokenizer, 8, [1])({"type": "text"}) is None
+
+
+def test_e11_whitespace_cannot_run_away(factory, tokenizer):
+    """A model that takes whitespace wherever it may, and comes on only where it must."""
+    grammar, text = factory(schema(PERSON)), ""
+    while not set(options := allowed(grammar.masks([])[0])) & eos_of(tokenizer):
+        texts = {t: tokenizer.decode([t]) for t in options}
+        inside = text.count('"') % 2
+        blank = [t for t in options if not inside and texts[t] and not texts[t].strip()]
+        closing = [t for t in options if texts[t] in ('"', "}", "]")]
+        grammar.accept(token := (blank or closing or options)[0])
+        text += texts[token]
+        assert len(text) < 1000
+    assert json.loads(text)
+    assert not re.search(r"\s{34}", text)
+    assert text == text.strip()
+
+
+@given(seed=st.integers(0, 10**6), start=st.integers(0, 30), wrong=st.integers(0, 9))
+def test_b10_the_masks_of_a_block_are_those_of_single_places(embedded, words, seed, start, wrong):
+    rng, eos = random.Random(seed), eos_of(words)
+    ids = walk(embedded(schema(PERSON)), words, eos, rng)
+    block = (ids[start:] + [1] * 8)[:8]
+    if wrong < 8:
+        block[wrong] = rng.choice([-1, 1, 0, rng.randrange(2100)])
+    whole, alone = embedded(schema(PERSON)), embedded(schema(PERSON))
+    for token in ids[:start]:
+        whole.accept(token)
+        alone.accept(token)
+    rows = whole.masks(block)
+    assert rows.shape == (9, 66)
+    np.testing.assert_array_equal(rows, whole.masks(block))
+    for place, token in enumerate([*block, -1]):
+        np.testing.assert_array_equal(rows[place], alone.masks([])[0])
+        if token < 0 or token in eos or token not in allowed(rows[place]):
+            assert (rows[place + 1 :] == 0xFFFFFFFF).all()
+            break
+        alone.accept(token)
+
+
+def test_b10_a_complete_answer_allows_only_its_end(factory, tokenizer):
+    grammar = factory({"type": "regex", "regex": "ab"})
+    for token in tokenizer.encode("ab", bos=False):
+        assert not set(allowed(grammar.masks([])[0])) & eos_of(tokenizer)
+        grammar.accept(token)
+    eos = tokenizer.control["<eos>"]
+    rows = grammar.masks([eos, eos, -1])
+    assert set(allowed(rows[0])) == eos_of(tokenizer)
+    assert (rows[1:] == 0xFFFFFFFF).all()
+    assert set(allowed(grammar.masks([])[0])) == eos_of(tokenizer)
+
+
+def test_every_token_with_the_same_bytes_may_come(embedded, words):
+    digits = {t for t in range(2048) if re.fullmatch(rb"[0-9]{1,3}", words.token_bytes(t))}
+    assert len(digits) > 10
+    assert set(allowed(embedded(NUMBER).masks([])[0])) == digits
+
+
+def test_e11_everything_may_come_in_a_thought(embedded, words):
+    channel, close = words.control["<|channel>"], words.control["<channel|>"]
+    seven, letter = words.encode("7", bos=False)[0], words.encode("x", bos=False)[0]
+    grammar = embedded(NUMBER, thinking=True)
+    first = embedded(NUMBER).masks([])[0]
+    rows = grammar.masks([channel, letter, close, seven])
+    assert set(allowed(rows[0])) == {*allowed(first), channel}
+    assert (rows[1:3] == 0xFFFFFFFF).all()
+    np.testing.assert_array_equal(rows[3], rows[0])
+    assert 1 in allowed(rows[4])
+    assert letter not in allowed(rows[4])
+    for token in (channel, letter):
+        grammar.accept(token)
+    assert grammar.masks([letter, 1, -1]) is None
+    grammar.accept(close)
+    np.testing.assert_array_equal(grammar.masks([])[0], rows[0])
+    grammar.accept(seven)
+    assert channel not in allowed(grammar.masks([])[0])
+
+
+def test_e11_a_prompt_that_opened_the_thought(embedded, words):
+    grammar = embedded(NUMBER, thinking=True, in_thought=True)
+    assert grammar.masks([5, 6]) is None
+    rows = grammar.masks([5, words.control["<channel|>"]])
+    assert (rows[:2] == 0xFFFFFFFF).all()
+    assert 1 not in allowed(rows[2])
+
+
+def test_a_tool_call_may_come_instead(embedded, words):
+    call, seven = words.control["<|tool_call>"], words.encode("7", bos=False)[0]
+    grammar = embedded(NUMBER, tools=True)
+    assert set(allowed(grammar.masks([])[0])) == {*allowed(embedded(NUMBER).masks([])[0]), call}
+    assert (grammar.masks([call, 5])[1:] == 0xFFFFFFFF).all()
+    assert call not in allowed(grammar.masks([seven])[1])
+    grammar.accept(call)
+    assert grammar.masks([5, 5]) is None
+
+
+def test_a_forced_call_is_free_behind_its_name(embedded, words):
+    names = ["get", "get-it", "a.b:c"]
+    begins = [f"call:{name}{{".encode() for name in names]
+    call, seen = words.control["<|tool_call>"], set()
+    for seed in range(20):
+        grammar, rng, text = embedded.forced_call(names, thinking=False), random.Random(seed), b""
+        assert allowed(grammar.masks([])[0]) == [call]
+        grammar.accept(call)
+        while (rows := grammar.masks([])) is not None:
+            options = allowed(rows[0])
+            assert not set(options) & words.control_ids
+            grammar.accept(token := rng.choice(options))
+            text += words.token_bytes(token)
+        (begin,) = (begin for begin in begins if text.startswith(begin))
+        seen.add(begin)
+    assert len(seen) > 1
+    thinking = embedded.forced_call(names, thinking=True)
+    assert set(allowed(thinking.masks([])[0])) == {call, words.control["<|channel>"]}
+
+
+def test_a_checkpoint_without_tool_calls_cannot_be_forced(factory):
+    with pytest.raises(UsageError, match="tool_choice"):
+        factory.forced_call(["get"], thinking=False)
+
+
+BAD = {
+    "properties.x: ": {"properties": {"x": {"type": "strin"}}},
+    "$defs.n.items.anyOf[1]: ": {
+        "properties": {"x": {"$ref": "#/$defs/n"}},
+        "$defs": {"m": {}, "n": {"items": {"anyOf": [{}, {"uniqueItems": True}]}}},
+    },
+    "properties.x: regex parse error: unclosed group": {"properties": {"x": {"pattern": "(a"}}},
+    "schema: no text can fit it": {"$ref": "#"},
+    "does not exist": {"properties": {"x": {"$ref": "#/$defs/no"}}},
+    "must be an object": [1],
+    "serializable": {"properties": {"x": {"const": "\ud800"}}},
+    "recursion limit": json.loads('{"items":' * 500 + "{}" + "}" * 500),
+    "too big": {"enum": [f"value number {i}" for i in range(100_000)]},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_i14_an_odd_schema_is_refused_in_one_line_naming_the_place(embedded, message):
+    begun = time.monotonic()
+    with pytest.raises(UsageError) as error:
+        embedded(schema(BAD[message]))
+    line = str(error.value)
+    assert line.startswith("response_format.json_schema.schema")
+    assert message in line
+    assert "\n" not in line
+    assert time.monotonic() - begun < 5
+
+
+FORMATS = {
+    "response_format.type": {"type": "yaml"},
+    "response_format.json_schema: must be an object": {"type": "json_schema"},
+    "response_format.regex: must be a string": {"type": "regex"},
+    "response_format.regex: ": {"type": "regex", "regex": "(?=a)b"},
+    "response_format.grammar: ": {"type": "grammar", "grammar": "start: nothing"},
+}
+
+
+@pytest.mark.parametrize("message", FORMATS)
+def test_i14_an_odd_format_is_refused_in_one_line_naming_the_place(embedded, message):
+    with pytest.raises(UsageError) as error:
+        embedded(FORMATS[message])
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_i14_large_and_recursive_schemas_work(embedded, words):
+    tree = {"type": "array", "items": {"$ref": "#"}, "maxItems": 2}
+    many = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(2000)}}
+    for one, text in ((tree, "[[],[[]]]"), (many, '{"p17":null,"p1999":null}')):
+        grammar, ids = embedded(schema(one)), []
+        while len(words.decode(ids)) < len(text):
+            fits = [
+                t
+                for t in allowed(grammar.masks([])[0])
+                if text.startswith(words.decode([*ids, t])) and words.token_bytes(t)
+            ]
+            ids.append(fits[0])
+            grammar.accept(ids[-1])
+        assert allowed(grammar.masks([])[0]) == [1, words.control["<turn|>"]]
+
+
+def test_without_llguidance_the_extra_is_named(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UsageError, match=re.escape('pip install "mlx-mtp[structured]"')):
+        GrammarFactory(tokenizer, 400, [1])(OBJECT)
