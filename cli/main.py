@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from mlx_mtp.cli import convert, generate, inspect, verify
+from mlx_mtp.cli import chat, convert, generate, inspect, stdio, verify
 from mlx_mtp.cli.terminal import Interrupted, OutputClosed, say, signals, write_stderr
 from mlx_mtp.errors import MtpError
 
@@ -27,9 +27,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(help=generate.HELP)(generate.generate)
+app.command(help=chat.HELP)(chat.chat)
 app.command(help=inspect.HELP)(inspect.inspect)
 app.command(help=convert.HELP)(convert.convert)
 app.command(help=verify.HELP)(verify.verify)
+app.command(help=stdio.HELP)(stdio.stdio)
 
 
 @app.callback(invoke_without_command=True)

@@ -11,6 +11,7 @@ from mlx_mtp.errors import UsageError
 
 if TYPE_CHECKING:
     from mlx_mtp.pair import Pair
+    from mlx_mtp.weights.checkpoint import Progress
 
 WHICH_MODEL = "Folder, hub id or e2b, e4b, 12b, 26b, 31b. [default: the demo pair]"
 
@@ -115,10 +116,12 @@ def load(
     drafter_device: str | None = None,
     *,
     quiet: bool = False,
+    progress: Progress | None = None,
     **how: Any,
 ) -> Pair:
     """The pair that these options name; progress and a line about the demo pair on stderr unless
-    `quiet`. Raises UsageError for options that do not go together, and as `load_pair` does."""
+    `quiet`; `progress` is told instead. Raises UsageError for options that do not go together, and
+    as `load_pair` does."""
     needs = {
         "--drafter": drafter,
         "--drafter-revision": drafter_revision,
@@ -145,7 +148,7 @@ def load(
         drafter_revision=drafter_revision,
         drafter_bits=None if plain else drafter_bits,
         drafter_device=None if plain else drafter_device,
-        progress=loading,
+        progress=progress or loading,
         **how,
     )
     if loading is not None:

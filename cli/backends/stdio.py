@@ -1,0 +1,488 @@
+"""JSON-RPC 2.0 over two file descriptors, one message a line: `mlx-mtp stdio`.
+
+The reader (the main thread) never waits for the model: what it can answer it answers at once, the
+rest is a job of the service. A writer thread takes at most 64 lines; when it is full, the model
+waits for it, and text is added to the line that waits already. A third thread says how far live
+requests are, a fourth counts tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from mlx_mtp.cli.backends import openai
+from mlx_mtp.cli.backends.service import (
+    Busy,
+    Cancelled,
+    Closing,
+    Job,
+    NotLoaded,
+    Service,
+    one_line,
+    report,
+)
+from mlx_mtp.cli.terminal import say
+from mlx_mtp.errors import ContextError, FitError, MtpError, UsageError
+
+if TYPE_CHECKING:
+    from mlx_mtp.conversation import Conversations
+    from mlx_mtp.engine.session import Engine
+    from mlx_mtp.generation import Answer, Piece
+
+PROTOCOL = "mlx-mtp/1"
+MAX_LINE = 64 << 20  # bytes
+LINES, ANSWERS = 64, 4096  # that wait for stdout: of the model's, and of the reader's beside them
+JOINED = 4096  # characters that a waiting line may grow to
+TICK, SILENCE = 1.0, 4.0  # seconds between looks at live requests; after which one must be said
+LAST_WORDS = 1.5  # seconds that `exit` waits for cancelled requests and for stdout
+
+Message = dict[str, Any]
+BODIES = {
+    "chat.completions": openai.chat,
+    "completions": openai.completion,
+    "tokens.count": openai.chat,  # or with a prompt the other
+}
+
+
+class Invalid(MtpError):
+    """A line that is no JSON-RPC request, or asks for no method of ours."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+PARSE, INVALID, UNKNOWN, INTERNAL, MEMORY = -32700, -32600, -32601, -32603, -32003
+CODES: list[tuple[type[Exception], int]] = [
+    (Cancelled, -32800),
+    (Busy, -32001),
+    (NotLoaded, -32002),
+    (Closing, -32004),
+    (FitError, MEMORY),
+    (MemoryError, MEMORY),
+    (UsageError, -32602),
+]
+
+
+def failure_of(error: Exception) -> Message:
+    """The error object of a response."""
+    code = next((code for kind, code in CODES if isinstance(error, kind)), INTERNAL)
+    if isinstance(error, RuntimeError) and "alloc" in str(error):  # as MLX runs out of memory
+        code = MEMORY
+    failure: Message = {"code": getattr(error, "code", code), "message": one_line(error)}
+    if isinstance(error, ContextError):
+        failure["data"] = {"tokens": error.tokens, "limit": error.limit}
+    elif isinstance(error, Busy):
+        failure["data"] = {"retry_after_ms": 1000}
+    return failure
+
+
+def lines(read: Callable[[], bytes], most: int = MAX_LINE) -> Iterator[bytes | None]:
+    """Lines without their ends, the last one with or without; None stands for one that was longer
+    than `most`, of which no more than that is ever held."""
+    held, size, chunk = bytearray(), 0, read()
+    while chunk:
+        for i, piece in enumerate(chunk.split(b"\n")):
+            if i:
+                yield bytes(held) if size <= most else None
+                held, size = bytearray(), 0
+            size += len(piece)
+            if size <= most:
+                held += piece
+            else:
+                held = bytearray()
+        chunk = read()
+    if size:
+        yield bytes(held) if size <= most else None
+
+
+def parse(line: bytes) -> Any:
+    """Raises Invalid for what is no JSON, as NaN is none."""
+    try:
+        text = line.decode("utf-8-sig")
+        return json.loads(text, parse_constant=_finite, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise Invalid(PARSE, f"no JSON: {error}") from None
+
+
+def _finite(text: str) -> float:
+    if math.isfinite(value := float(text)):
+        return value
+    raise ValueError(f"{text} is no number")
+
+
+def encode(message: Message) -> bytes:
+    whole = {"jsonrpc": "2.0", **message}
+    try:
+        return json.dumps(whole, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can only spell out
+        return json.dumps(whole, allow_nan=False).encode() + b"\n"
+
+
+@dataclass(eq=False)
+class Line:
+    """A message to be written; `owner` is the request it is of, `delta` the part of it that more
+    text can be added to."""
+
+    message: Message
+    owner: Rpc | None = None
+    delta: Message | None = None
+
+    def join(self, more: Line) -> bool:
+        """Whether the text of `more` was added to this one."""
+        if not self.delta or not more.delta or self.delta.keys() != more.delta.keys():
+            return False
+        ((kind, text),) = more.delta.items()
+        fits = isinstance(text, str) and len(self.delta[kind]) + len(text) <= JOINED
+        if fits:
+            self.delta[kind] += text
+        return fits
+
+
+class Writer:
+    """Writes lines in a thread of its own. `gone` is called there when nobody reads them any more
+    (None), also while there is nothing to write, or when they cannot be written (why)."""
+
+    def __init__(self, fd: int, gone: Callable[[OSError | None], None]) -> None:
+        self._fd, self._gone = fd, gone
+        self._lines: deque[Line] = deque()  # the first one is being written
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="writer", daemon=True).start()
+
+    def put(self, line: Line, most: int = LINES, *, last: bool = False) -> None:
+        """WAITS while `most` lines wait, unless the line can be joined to one of them. Nothing
+        comes behind the `last` line of its owner."""
+        with self._changed:
+            while len(self._lines) >= most:
+                before = (one for one in reversed(self._lines) if one.owner is line.owner)
+                if (one := next(before, None)) is not None and one.join(line):
+                    return
+                self._changed.wait()
+            if line.owner is not None:
+                if line.owner.answered:
+                    return
+                line.owner.answered = last
+            self._lines.append(line)
+            self._changed.notify_all()
+
+    @property
+    def full(self) -> bool:
+        return len(self._lines) >= LINES
+
+    def flush(self, timeout: float | None = None) -> None:
+        """WAITS until all is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._lines, timeout)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._fd, 0)
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._lines, TICK)
+                    line = self._lines[0] if self._lines else None
+                    if line is not None:
+                        line.delta = None  # too late for more
+                if line is not None:
+                    self._write(memoryview(encode(line.message)))
+                    with self._changed:
+                        self._lines.popleft()
+                        self._changed.notify_all()
+                elif any(what & (select.POLLERR | select.POLLHUP) for _, what in poll.poll(0)):
+                    self._gone(None)
+        except BrokenPipeError:
+            self._gone(None)
+        except OSError as error:
+            self._gone(error)
+
+    def _write(self, rest: memoryview) -> None:
+        while rest:
+            try:
+                rest = rest[os.write(self._fd, rest) :]
+            except BlockingIOError:  # whoever shares the other end made it so
+                select.select([], [self._fd], [])
+
+
+class Rpc(Job):
+    """A request that takes time. `answered`: its last line waits to be written, or was."""
+
+    def __init__(self, connection: Connection, name: Any, method: str, body: openai.Body) -> None:
+        self.name, self.method, self.body = name, method, body
+        self._connection = connection
+        self.answered = False
+        self.said = time.monotonic()
+        self.seen: tuple[str, int, int] | None = None
+
+    def begin(self, conversations: Conversations, engine: Engine) -> Answer:
+        openai.check_model(self.body.model, self._connection.names())
+        answer = self.body.start(conversations, engine)
+        if self.body.stream and self.body.ask is not None:
+            self._chunk(self.body.chunk(answer, {"role": "assistant", "content": ""}))
+        return answer
+
+    def show(self, piece: Piece) -> None:
+        if self.body.stream and self.answer is not None:
+            for delta in self.body.deltas(self.answer, piece):
+                self._chunk(self.body.chunk(self.answer, delta), delta)
+
+    def end(self, error: Exception | None) -> None:
+        if error is None and self.answer is not None:
+            result = self.body.result(self.answer, self._connection.tokenizer)
+            for chunk in self.body.last_chunks(self.answer) if self.body.stream else ():
+                self._chunk(chunk)
+            self._connection.answer(self, {"result": result})
+        elif error is not None:
+            failure = failure_of(error)
+            if isinstance(error, Cancelled):
+                said = self.body.message(self.answer) if self.answer else {"content": ""}
+                failure["data"] = said | {"usage": openai.usage(self.answer)}
+            self._connection.answer(self, {"error": failure})
+
+    def progress(self) -> tuple[str, int, int]:
+        """(phase, done, total): in bytes, in requests before this one, or in tokens."""
+        service = self._connection.service
+        if not service.loaded.is_set():
+            return ("load", *service.loading)
+        if self.answer is None:
+            return ("queue", 0, service.ahead(self))
+        request = self.answer.request
+        if not request.tokens:
+            return ("prefill", self.prefilled, len(request.prompt))
+        return ("generate", len(request.tokens), request.max_tokens)
+
+    def _chunk(self, chunk: Message, delta: Message | None = None) -> None:
+        self.said = time.monotonic()
+        params = {"id": self.name, "chunk": chunk}
+        message = {"method": f"{self.method}.chunk", "params": params}
+        self._connection.writer.put(Line(message, self, delta))
+
+
+class Connection:
+    """One client. `model` and `drafter` are what was asked for, until what was loaded is known;
+    `draft_len` is that of requests which name none."""
+
+    def __init__(
+        self,
+        service: Service,
+        writer: Writer,
+        model: str | None = None,
+        drafter: str | None = None,
+        draft_len: int | None = None,
+    ) -> None:
+        self.service, self.writer = service, writer
+        self._model, self._drafter = model or "embedded target", drafter
+        self._draft_len = draft_len
+        self._started = int(time.time())
+        self._live: dict[Any, Rpc] = {}
+        self._counts: queue.Queue[Rpc] = queue.Queue(LINES)
+        self._closing = self._over = self._refused = False
+        self._methods: dict[str, Callable[[Message], Any]] = {
+            "initialize": self._initialize,
+            "models.list": self._models,
+            "session.close": self._close_session,
+            "shutdown": self._shutdown,
+            "exit": self._exit,
+            "$/cancel_request": self._cancel,
+        }
+        for work in (self._tick, self._count):
+            threading.Thread(target=work, daemon=True).start()
+
+    @property
+    def tokenizer(self) -> Any:
+        assert self.service.pair is not None
+        return self.service.pair.tokenizer
+
+    def names(self) -> list[str]:
+        """What a body may call the model; the last one is its own."""
+        pair = self.service.pair
+        return [self._model, self._model if pair is None else pair.name]
+
+    def serve(self, read: Callable[[], bytes]) -> int:
+        """Answers what is read until EOF or `exit`; returns the exit code. WAITS for the requests
+        then live; `exit` cancels them and waits for no reader."""
+        for number, line in enumerate(lines(read), 1):
+            self._receive(line, number)
+            if self._over:
+                break
+        until = time.monotonic() + (LAST_WORDS if self._over else math.inf)
+        while self._live and time.monotonic() < until:
+            for name in list(self._live) if self._over else ():
+                self._cancel({"requestId": name})
+            time.sleep(0.01)
+        self.writer.flush(max(until - time.monotonic(), 0) if self._over else None)
+        failed = self.service.failed
+        return failed.exit_code if failed is not None and self._refused else 0
+
+    def answer(self, rpc: Rpc, outcome: Message) -> None:
+        """The one answer to a request, and its last line."""
+        self._refused |= self.service.failed is not None
+        self.writer.put(Line({"id": rpc.name, **outcome}, rpc), last=True)
+        if self._live.get(rpc.name) is rpc:
+            del self._live[rpc.name]
+
+    # -- the reader -----------------------------------------------------------------------------
+
+    def _receive(self, line: bytes | None, number: int) -> None:
+        name = None
+        try:
+            if line is None:
+                raise Invalid(PARSE, f"the line is longer than {MAX_LINE} bytes")
+            if not line.strip():
+                return
+            message = parse(line)
+            if isinstance(message, dict) and "jsonrpc" not in message:
+                message = _bare(message, number)
+            if isinstance(message, list):
+                raise Invalid(INVALID, "batches are not taken: send one request a line")
+            if not isinstance(message, dict):
+                raise Invalid(INVALID, "a message is an object")
+            given = message.get("id")
+            if isinstance(given, bool) or not isinstance(given, (str, int, float, type(None))):
+                raise Invalid(INVALID, "id must be a string, a number or null")
+            live = self._live.get(given)
+            if "id" in message and live is not None and not live.answered:
+                # Not with that id, or the first request would take it for its answer.
+                raise Invalid(INVALID, f"the id {given!r} is that of a request not answered yet")
+            name = given
+            method, params = message.get("method"), message.get("params", {})
+            if message.get("jsonrpc") != "2.0" or not isinstance(method, str):
+                raise Invalid(INVALID, 'a request has "jsonrpc": "2.0" and a method')
+            if "id" not in message:
+                self._notified(method, params)
+                return
+            if not isinstance(params, dict):
+                raise UsageError("params must be an object")
+            if method in self._methods:
+                self._say({"id": name, "result": self._methods[method](params)})
+            else:
+                self._submit(name, method, params)
+        except Exception as error:
+            report(error)
+            self._refused |= isinstance(error, NotLoaded)
+            self._say({"id": name, "error": failure_of(error)})
+
+    def _notified(self, method: str, params: Any) -> None:
+        """Nobody is told what comes of a notification, so a prompt in one is not answered."""
+        if method in self._methods and isinstance(params, dict):
+            with suppress(MtpError):
+                self._methods[method](params)
+        elif method in BODIES:
+            say(f"{method} came without an id, so nobody would get the answer: it is ignored")
+
+    def _submit(self, name: Any, method: str, params: Message) -> None:
+        if method not in BODIES:
+            raise Invalid(UNKNOWN, f"there is no method {openai.shown(method)}")
+        if self._closing:
+            raise Closing("shutting down: no more requests are taken")
+        counted = method == "tokens.count"
+        check = openai.completion if counted and "prompt" in params else BODIES[method]
+        rpc = Rpc(self, name, method, check(params, self._draft_len))
+        if self.service.pair is not None:
+            openai.check_model(rpc.body.model, self.names())
+        self._live[name] = rpc
+        try:
+            if counted:
+                self._counts.put_nowait(rpc)
+            else:
+                self.service.submit(rpc)
+        except (MtpError, queue.Full) as error:
+            del self._live[name]
+            raise error if isinstance(error, MtpError) else Busy("too many tokens.count") from None
+
+    def _say(self, message: Message, rpc: Rpc | None = None) -> None:
+        self.writer.put(Line(message, rpc), LINES + ANSWERS)
+
+    # -- methods that are answered at once ------------------------------------------------------
+
+    def _initialize(self, params: Message) -> Message:
+        service, pair, engine = self.service, self.service.pair, self.service.engine
+        model = {
+            "id": self.names()[-1],
+            "state": service.state,
+            "context": None if engine is None else engine.context,
+            "drafter": self._drafter if pair is None else pair.drafter_name,
+        }
+        if service.failed is not None:
+            model["error"] = str(service.failed)
+        capabilities = {
+            "tools": True,
+            "thinking": True,
+            "response_format": openai.FORMATS if find_spec("llguidance") else (),
+            "sessions": True,
+            "max_queue": service.most_waiting,
+        }
+        return {"protocol": PROTOCOL, "model": model, "capabilities": capabilities}
+
+    def _models(self, params: Message) -> Message:
+        model = {"id": self.names()[-1], "object": "model", "created": self._started}
+        return {"object": "list", "data": [model | {"owned_by": "mlx-mtp"}]}
+
+    def _close_session(self, params: Message) -> None:
+        session = openai.session_name(openai.Left(params))
+        if session is None:
+            raise UsageError("session is missing; it must be the name of one")
+        self.service.between_steps(lambda engine: engine.forget(session))
+
+    def _shutdown(self, params: Message) -> None:
+        self._closing = True
+
+    def _exit(self, params: Message) -> None:
+        self._closing = self._over = True
+
+    def _cancel(self, params: Message) -> None:
+        name = params.get("requestId")
+        rpc = self._live.get(name) if isinstance(name, (str, int, float, type(None))) else None
+        if rpc is not None:
+            self.service.cancel(rpc)
+            if rpc.method == "tokens.count":
+                rpc.end(Cancelled("Request cancelled"))
+
+    # -- threads --------------------------------------------------------------------------------
+
+    def _count(self) -> None:
+        while True:
+            rpc = self._counts.get()
+            self.service.loaded.wait()
+            try:
+                if self.service.failed is not None:
+                    raise self.service.failed
+                assert self.service.pair is not None
+                self.answer(rpc, {"result": {"tokens": rpc.body.count(self.service.pair)}})
+            except Exception as error:
+                report(error)
+                rpc.end(error)
+
+    def _tick(self) -> None:
+        while True:
+            time.sleep(TICK)
+            now = time.monotonic()
+            for rpc in list(self._live.values()):
+                seen, silent = rpc.progress(), now - rpc.said
+                if silent < (TICK if seen != rpc.seen else SILENCE) or self.writer.full:
+                    continue
+                rpc.seen, rpc.said = seen, now
+                params = {"id": rpc.name, "phase": seen[0], "done": seen[1], "total": seen[2]}
+                self.writer.put(
+                    Line({"method": "progress", "params": params}, rpc), LINES + ANSWERS
+                )
+
+
+def _bare(body: Message, number: int) -> Message:
+    """A body alone on a line as the request that it stands for."""
+    for key, method in (("messages", "chat.completions"), ("prompt", "completions")):
+        if key in body:
+            return {"jsonrpc": "2.0", "id": number, "method": method, "params": body}
+    return body
