@@ -68,6 +68,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 class Signals:
     """The signals of ENDING raise Interrupted, or in `deferred` only set `caught` to the exit code.
+    From the first `asking` on SIGINT is none of them: it only sets `interrupted`.
 
     Python runs a signal's handler when native code returns, which a long prefill chunk or a weight
     file may take seconds for. So a thread watches too, and ends the process when the program has
@@ -78,7 +79,9 @@ class Signals:
 
     def __init__(self) -> None:
         self.caught: int | None = None
-        self._deferred = False
+        self.interrupted = False
+        self._ending = set(ENDING)
+        self._asking = self._deferred = False
         self._last_words: Callable[[], None] = lambda: None
 
     def install(self) -> None:
@@ -92,9 +95,19 @@ class Signals:
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
 
     @contextmanager
+    def asking(self) -> Iterator[None]:
+        """The body waits for a line of the user's: here SIGINT raises KeyboardInterrupt."""
+        self._ending.discard(signal.SIGINT)
+        self.interrupted, self._asking = False, True
+        try:
+            yield
+        finally:
+            self._asking = False
+
+    @contextmanager
     def deferred(self, last_words: Callable[[], None]) -> Iterator[None]:
-        """The body looks at `caught` by itself; `last_words` runs if the watching thread ends the
-        process."""
+        """The body looks at `caught` and `interrupted` by itself; `last_words` runs if the watching
+        thread ends the process."""
         self._deferred, self._last_words = True, last_words
         try:
             yield
@@ -102,14 +115,18 @@ class Signals:
             self._deferred, self._last_words = False, lambda: None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.caught is None:
+        if number not in self._ending:
+            self.interrupted = True
+            if self._asking:
+                raise KeyboardInterrupt
+        elif self.caught is None:
             self.caught = 128 + number
             if not self._deferred:
                 raise Interrupted(self.caught)
 
     def _watch(self, reader: int) -> None:
         number = 0
-        while number not in ENDING:
+        while number not in self._ending:
             number = os.read(reader, 1)[0]
         select.select([reader], [], [], self.grace)
         with suppress(Exception):

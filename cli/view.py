@@ -84,7 +84,8 @@ class Silent(Plain):
 
 
 class Live:
-    """The text as it comes, drafted tokens in colour, with a line of numbers below it.
+    """The text as it comes, thoughts dim before it, drafted tokens in colour, with a line of
+    numbers below it.
 
     The text goes to the terminal as it is, which wraps it and lets it be copied. The line below is
     wiped before text is written and drawn again behind it, with the cursor saved and restored.
@@ -93,19 +94,26 @@ class Live:
     def __init__(self, draft_len: int | str) -> None:
         self._draft_len = draft_len
         self._column = 0
+        self._thinking = False
         self._drawn = False
         self._next_draw = 0.0
 
     def show(self, piece: Piece) -> None:
         now = time.monotonic()
-        if not piece.text and now < self._next_draw:
+        said = [(text, DIM) for text, _ in piece.thoughts]
+        self._thinking |= bool(said)
+        if piece.text and self._thinking:
+            said.append(("\n\n", ""))
+            self._thinking = False
+        said += [(text, DRAFTED if drafted else "") for text, drafted in piece.spans]
+        if not said and now < self._next_draw:
             return
         out = [self._wipe()]
-        for text, drafted in piece.spans:
+        for text, colour in said:
             visible = text.translate(VISIBLE)
-            out.append(f"{DRAFTED}{visible}{RESET}" if drafted else visible)
+            out.append(f"{colour}{visible}{RESET}" if colour else visible)
         columns = os.get_terminal_size(sys.stdout.fileno()).columns or 80
-        self._column = column_after(piece.text, self._column, columns)
+        self._column = column_after("".join(text for text, _ in said), self._column, columns)
         self._next_draw = now + 0.1
         out.append(self._draw(piece, columns))
         emit("".join(out))

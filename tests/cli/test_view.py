@@ -132,6 +132,16 @@ def test_while_the_prompt_is_read_the_line_counts_its_tokens(shown_on):
     assert screen.lines == ["", "reading the prompt: 512 of 900 tokens"]
 
 
+def test_thoughts_are_dim_and_stand_before_the_answer(shown_on):
+    thinking = piece()
+    thinking.thoughts.append(("so it is", True))
+    both = piece(("yes", False))
+    both.thoughts.append((", or not", False))
+    screen = shown_on(thinking, thinking, both, piece((" no", False)), columns=60)
+    assert screen.lines == ["so it isso it is, or not", "", "yes no", ""]
+    assert screen.colours == []
+
+
 def test_control_characters_of_a_model_do_not_steer_the_terminal(shown_on):
     assert shown_on(piece(("a\x1b[2Jb\x9b\r\x00", False))).lines[0] == "a␛[2Jb�␍␀"
 
