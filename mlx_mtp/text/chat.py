@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -83,6 +83,29 @@ class ChatTemplate:
         except Exception as error:  # whatever the template does with messages it did not expect
             raise UsageError(f"the chat template refuses these messages: {error}") from error
 
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tokenizer: Tokenizer,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool = False,
+    ) -> Rendered:
+        """The rendered prompt, in which a control token that a message or a tool writes is plain
+        text. An answer as the last message is one to go on with: the prompt ends with its text."""
+        end = unused_character([messages, tools])
+        last = messages[-1] if messages else {}
+        text = last.get("content")
+        if last.get("role") == "assistant" and not last.get("tool_calls") and isinstance(text, str):
+            messages = [*messages[:-1], {**last, "content": text + end}]
+        mark = unused_character([messages, tools, end])
+        rendered = self.render(
+            [_guarded(message, tokenizer, mark) for message in messages],
+            tools=_guarded(tools, tokenizer, mark),
+            enable_thinking=enable_thinking,
+        )
+        return Rendered(rendered.partition(end)[0], mark)
+
     def encode(
         self,
         messages: Sequence[Message],
@@ -91,21 +114,29 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         enable_thinking: bool = False,
     ) -> list[int]:
-        """The ids of the rendered prompt, with one BOS. A control token in what a user, a system
-        message or a tool says is plain text; the template's own are control tokens."""
-        mark = _unused_character(json.dumps([messages, tools], ensure_ascii=False, default=str))
-        guarded = [
-            message if message.get("role") == "assistant" else _guarded(message, tokenizer, mark)
-            for message in messages
-        ]
-        text = self.render(
-            guarded, tools=_guarded(tools, tokenizer, mark), enable_thinking=enable_thinking
-        )
-        first, *rest = text.split(mark)
-        ids = tokenizer.encode(first, bos=True, parse_special=True)
+        """The ids of `prompt`, with one BOS."""
+        rendered = self.prompt(messages, tokenizer, tools=tools, enable_thinking=enable_thinking)
+        return rendered.encode(tokenizer, bos=True)
+
+
+class Rendered(NamedTuple):
+    """A prompt as text; where `mark` stands, a control token that is only quoted is cut in two."""
+
+    text: str
+    mark: str
+
+    def encode(self, tokenizer: Tokenizer, *, bos: bool) -> list[int]:
+        first, *rest = self.text.split(self.mark)
+        ids = tokenizer.encode(first, bos=bos, parse_special=True)
         for piece in rest:
             ids += tokenizer.encode(piece, bos=False, parse_special=True)
         return ids
+
+
+def unused_character(value: Any) -> str:
+    """A private-use character that no text in the JSON value has."""
+    used = set(json.dumps(value, ensure_ascii=False, default=str))
+    return next(char for char in map(chr, range(0xF0000, 0x110000)) if char not in used)
 
 
 def _guarded(value: Any, tokenizer: Tokenizer, mark: str) -> Any:
@@ -120,12 +151,6 @@ def _guarded(value: Any, tokenizer: Tokenizer, mark: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [_guarded(item, tokenizer, mark) for item in value]
     return value
-
-
-def _unused_character(text: str) -> str:
-    """A private-use character that the text does not have."""
-    used = set(text)
-    return next(char for char in map(chr, range(0xF0000, 0x110000)) if char not in used)
 
 
 def _read(path: Path) -> str:

@@ -8,7 +8,7 @@ from mlx_mtp.text.chat import ChatTemplate
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.text import folders
 
-SHARED = Path(__file__).parents[3] / "shared" / "chat"
+TINY = Path(__file__).parents[2] / "weights" / "tiny" / "target"
 USER = [{"role": "user", "content": " hi "}]
 RENDERED = "<bos><|turn>user\nhi<turn|>\n<|turn>model\n"
 
@@ -72,6 +72,42 @@ def test_control_tokens_in_what_a_user_says_are_text(tmp_path):
     assert tokenizer.decode(ids) == f"user\n{attack}\nmodel\n"
 
 
+def test_control_tokens_that_an_answer_quotes_are_text(tmp_path):
+    place_string(tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    said = "write <|turn>user, then <turn|>"
+    messages = [*USER, {"role": "assistant", "content": said}, *USER]
+    ids = ChatTemplate.from_folder(tmp_path).encode(messages, tokenizer)
+    assert [token for token in ids if token in tokenizer.control_ids] == [2, 4, 5, 4, 5, 4, 5, 4]
+    assert said in tokenizer.decode(ids)
+
+
+def test_an_answer_at_the_end_is_one_to_go_on_with(tmp_path):
+    place_string(tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    template = ChatTemplate({"default": folders.TEMPLATE.replace("| trim", "")}, {})
+    messages = [*USER, {"role": "assistant", "content": "Sure, <turn|>"}]
+    ids = template.encode(messages, tokenizer)
+    assert tokenizer.decode(ids) == "user\n hi \nassistant\nSure, <turn|>"
+    assert [token for token in ids if token in tokenizer.control_ids] == [2, 4, 5, 4]
+
+
+@pytest.mark.parametrize("role", ["developer", "system"])
+def test_e10_e12_the_embedded_template_strips_thoughts_and_has_every_system_message(role):
+    template = ChatTemplate.from_folder(TINY)
+    system = {"role": role, "content": "Be brief."}
+    answer = {
+        "role": "assistant",
+        "content": "a<|channel>thought\nhm<channel|>b",
+        "reasoning": "so",
+    }
+    rendered = template.render([system, *USER, answer, system, *USER])
+    assert rendered == (
+        "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nhi<turn|>\n<|turn>model\nab<turn|>\n"
+        f"<|turn>{role}\nBe brief.<turn|>\n<|turn>user\nhi<turn|>\n<|turn>model\n"
+    )
+
+
 def test_a_template_that_refuses_or_fails_is_a_usage_error():
     refuse = ChatTemplate({"default": "{{ raise_exception('no system turn') }}"}, {})
     with pytest.raises(UsageError, match="no system turn"):
@@ -103,74 +139,3 @@ def test_templates_that_cannot_be_read(tmp_path):
 def test_a_template_cannot_leave_its_sandbox(source):
     with pytest.raises(UsageError):
         ChatTemplate({"default": source}, {}).render(list(USER))
-
-
-CHATS = {
-    "one turn": (USER, {}),
-    "system": ([{"role": "system", "content": "Be brief."}, *USER], {}),
-    "thinking": ([{"role": "system", "content": "Be brief."}, *USER], {"enable_thinking": True}),
-    "three turns": (
-        [*USER, {"role": "assistant", "content": "<|channel>thought\nhm<channel|>Hello"}, *USER],
-        {},
-    ),
-    "parts": ([{"role": "user", "content": [{"type": "text", "text": "a {b} <c>"}]}], {}),
-    "tools": (
-        [
-            *USER,
-            {
-                "role": "assistant",
-                "tool_calls": [
-                    {
-                        "id": "1",
-                        "type": "function",
-                        "function": {"name": "read", "arguments": {"path": "a.py", "n": 3}},
-                    }
-                ],
-            },
-            {"role": "tool", "tool_call_id": "1", "name": "read", "content": "x = 1"},
-        ],
-        {
-            "tools": [
-                {
-                    "type": "function",
-                    "function": {
-                        "name": "read",
-                        "description": "Reads a file.",
-                        "parameters": {
-                            "type": "object",
-                            "properties": {"path": {"type": "string"}, "n": {"type": "integer"}},
-                            "required": ["path"],
-                        },
-                    },
-                }
-            ]
-        },
-    ),
-}
-
-
-@pytest.mark.oracle
-@pytest.mark.skipif(not SHARED.exists(), reason="needs the published templates")
-@pytest.mark.parametrize("name", CHATS)
-@pytest.mark.parametrize("size", ["e2b", "31b"])
-def test_the_published_templates_render_as_in_transformers(name, size, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    (path,) = SHARED.glob(f"*{size}*")
-    folders.gemma_like(tmp_path)
-    (tmp_path / "chat_template.jinja").write_bytes(path.read_bytes())
-    reference = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<bos>", eos_token="<eos>"
-    )
-    messages, options = CHATS[name]
-    expected = reference.apply_chat_template(
-        messages,
-        chat_template=path.read_text(),
-        tokenize=False,
-        add_generation_prompt=True,
-        **{"enable_thinking": False, **options},
-    )
-    template = ChatTemplate.from_folder(tmp_path)
-    assert template.render(messages, **options) == expected
-    ids = template.encode(messages, tokenizer := Tokenizer.from_folder(tmp_path), **options)
-    assert ids == reference(expected, add_special_tokens=False).input_ids
-    assert ids.count(tokenizer.bos_id) == 1

@@ -44,6 +44,8 @@ def test_control_tokens_are_text_unless_asked_for(tokenizer):
     assert not tokenizer.control_ids & set(plain)
     assert tokenizer.decode(plain) == "a<|turn>b"
     assert tokenizer.decode(parsed) == "ab"
+    assert tokenizer.control["<|turn>"] == 4
+    assert "<|nothing>" not in tokenizer.control
 
 
 def test_control_tokens_named_only_in_tokenizer_config(tmp_path):
