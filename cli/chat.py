@@ -279,12 +279,14 @@ def _read() -> tuple[str, bool]:
 @contextmanager
 def kept_lines() -> Iterator[None]:
     """The lines typed in earlier chats, and afterwards those of this one with them."""
-    import readline
-
     file = _chats() / "history"
     try:
+        import readline
+
         if file.exists():
             readline.read_history_file(file)
+    except ImportError:
+        raise UsageError("--history needs readline, which this Python was built without") from None
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from None
     try:

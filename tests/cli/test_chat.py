@@ -10,6 +10,7 @@ import select
 import signal
 import stat
 import subprocess
+import sys
 import time
 
 import pytest
@@ -206,6 +207,13 @@ def test_input_that_is_no_terminals_line_is_told(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("\udcff\n"))
     chat.converse(None)
     assert "mlx-mtp: that is not valid UTF-8" in capsys.readouterr().err
+
+
+def test_a_history_that_cannot_be_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "readline", None)
+    with pytest.raises(UsageError, match="built without"), chat.kept_lines():
+        pass
 
 
 @pytest.fixture
