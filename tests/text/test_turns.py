@@ -167,6 +167,18 @@ def test_a_tool_loop(template):
     assert rest == "<turn|>\n<|turn>user\nThanks<turn|>\n" + opening(template)
 
 
+def test_a_result_is_that_of_its_call():
+    chat = Client(TEMPLATES["tiny"], TOOLS)
+    written = "<|tool_call>call:read{}<tool_call|>"
+    chat.turn([user("Go")], written * 2, said("", ("read", {}), ("read", {})))
+    calls = list(chat.ids)
+    chat.turn([result(0, "x")], "Done.", said("Done."))
+    chat.messages[2] = result(1, "x")
+    assert chat.prompt(user("And?"))[0].spliced == len(calls)
+    chat.messages[2] = result(0, "x")
+    chat.spliced()
+
+
 @every_template
 def test_results_that_never_came(template):
     chat = Client(template, TOOLS)
@@ -299,7 +311,8 @@ def turns(body):
 @pytest.mark.parametrize(
     "source",
     [
-        turns("{{ m.content }}{{ m.content }}"),  # twice
+        turns("{{ m.content }}<turn|>{{ m.content }}"),  # twice
+        "{% for m in messages[:2] %}<|turn>{{ m.content }}{% endfor %}",  # nothing behind it
         turns("{{ m.content }} ({{ m.content | length }})"),  # text behind it
         "{% for m in messages if m.role == 'user' %}<|turn>{{ m.content }}{% endfor %}",  # dropped
         turns("{{ m.content }}{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}"),
@@ -343,6 +356,8 @@ def test_the_least_used_turns_are_forgotten():
         chat = Client(template)
         chat.memory = memory
         chat.turn([user(f"{n}")], "y" * 30, said("y" * 30))
+        chat.messages.pop()
+        chat.turn([], "y" * 30, said("y" * 30))  # the same again
         chats.append(chat)
         if n == 1:
             chats[0].spliced()
