@@ -59,9 +59,12 @@ class Conversations:
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.memory = TurnMemory()
-        self.grammars = GrammarFactory(
-            pair.tokenizer, pair.target.config.text.vocab_size, pair.defaults.eos_token_ids
-        )
+        # A turn of calls ends where the client has to answer, whatever the checkpoint lists.
+        ends = (pair.tokenizer.control.get(name) for name in ("<turn|>", "<|tool_response>"))
+        listed = pair.defaults.eos_token_ids
+        self.eos = frozenset(token for token in (*ends, *listed) if token is not None)
+        vocabulary = pair.target.config.text.vocab_size
+        self.grammars = GrammarFactory(pair.tokenizer, vocabulary, self.eos)
 
     def start(self, engine: Engine, ask: Ask, options: Options | None = None) -> Turn:
         """Queue a turn. Raises UsageError, as the template and `Engine.add` do, and FitError."""
@@ -94,25 +97,24 @@ class Turn(Answer):
         if tools and not callable_tools and opener is not None:
             # The prompt keeps its tools, so that KV of other turns fits it.
             options = replace(options, suppress=(*options.suppress, opener))
+        open_thought = in_thought(prompt.ids, pair.tokenizer)
         text = OutputStream(
             pair.tokenizer,
             options.stop,
             tools=callable_tools,
-            in_thought=in_thought(prompt.ids, pair.tokenizer),
+            in_thought=open_thought,
             most_calls=None if ask.parallel_calls else 1,
         )
-        # A turn of calls ends where the client has to answer, whatever the checkpoint lists.
-        ends = (pair.tokenizer.control.get(name) for name in ("<turn|>", "<|tool_response>"))
         super().__init__(
             pair,
             prompt.ids,
             options,
             engine,
             text=text,
-            grammar=_grammar(conversations.grammars, ask, tools),
+            grammar=_grammar(conversations.grammars, ask, tools, open_thought),
             snapshots=prompt.snapshots,
             session=ask.session,
-            eos=frozenset(token for token in ends if token is not None),
+            eos=conversations.eos,
         )
         self._memory, self._prompt = conversations.memory, prompt
         self._thoughts: list[str] = []
@@ -171,7 +173,10 @@ def tool_call(name: str, call: ToolCall) -> dict[str, Any]:
 
 
 def _grammar(
-    grammars: GrammarFactory, ask: Ask, tools: Sequence[Mapping[str, Any]] | None
+    grammars: GrammarFactory,
+    ask: Ask,
+    tools: Sequence[Mapping[str, Any]] | None,
+    open_thought: bool,
 ) -> Grammar | None:
     names = [tool["function"]["name"] for tool in tools or ()]
     if ask.tool_choice not in ("auto", "none"):
@@ -181,8 +186,10 @@ def _grammar(
                 f"tool_choice asks for {ask.tool_choice!r}, but the tools are: "
                 f"{', '.join(names) or 'none'}"
             )
-        return grammars.forced_call(wanted, thinking=ask.thinking)
+        return grammars.forced_call(wanted, thinking=ask.thinking, in_thought=open_thought)
     if ask.response_format is None:
         return None
     tools_too = bool(names) and ask.tool_choice == "auto"
-    return grammars(ask.response_format, thinking=ask.thinking, tools=tools_too)
+    return grammars(
+        ask.response_format, thinking=ask.thinking, in_thought=open_thought, tools=tools_too
+    )

@@ -174,7 +174,7 @@ class Answer:
     """One prompt's answer in the making: its request, its text, and the settings in force.
 
     `notices` are lines for the user. `text` takes the tokens apart, by default into thoughts and
-    text, or with `options.raw` not at all; `eos` come on top of the checkpoint's; the others are
+    text, or with `options.raw` not at all; `eos` by default the checkpoint's; the others are
     what `Request` says of them.
     """
 
@@ -206,7 +206,7 @@ class Answer:
             max_tokens=engine.context if options.max_tokens is None else options.max_tokens,
             sampling=sampling,
             processing=processing,
-            eos=frozenset(pair.defaults.eos_token_ids) | eos,
+            eos=eos or frozenset(pair.defaults.eos_token_ids),
             draft_len=options.draft_len if pair.drafter is not None else 0,
             logprobs=options.logprobs,
             stop=self._text.add,
@@ -256,7 +256,9 @@ class Answer:
         said = self._text.release(event.drafted)
         if event.finish_reason is not None:
             rest = self._text.finish()
-            said = Said(*(now + last for now, last in zip(said, rest, strict=True)))
+            said = Said(
+                said.content + rest.content, said.thoughts + rest.thoughts, said.calls + rest.calls
+            )
         return self._piece(said, event.prefilled)
 
     def cancel(self) -> Piece:

@@ -160,6 +160,16 @@ def process(
     return logits
 
 
+def permit(logits: mx.array, ids: mx.array | None, masks: mx.array) -> mx.array:
+    """Logits [B, T, C] (as in `process`) with -inf where masks uint32 [B, T, ceil(V / 32)] say no:
+    bit t % 32 of word t // 32 is token t's."""
+    if ids is None:
+        ids = mx.arange(logits.shape[-1])[None, None]
+    ids = mx.broadcast_to(ids, logits.shape).astype(mx.uint32)
+    words = mx.take_along_axis(masks, ids >> 5, -1)
+    return mx.where((words >> (ids & 31)) & 1, logits, -mx.inf)
+
+
 def counts_before(state: ProcessorState, drafts: mx.array) -> mx.array | None:
     """For the k+1 places of a block with drafts [B, k]: int32 [B, k+1, V] uses before each."""
     if state.counts is None:

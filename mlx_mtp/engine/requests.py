@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from mlx_mtp.engine.draft_length import MAX_DRAFT, check_draft_len
 from mlx_mtp.engine.processors import Processing
 from mlx_mtp.engine.sampling import Sampling
-from mlx_mtp.errors import UsageError
+from mlx_mtp.errors import MtpError, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,12 +22,13 @@ class Grammar(Protocol):
     """What a request may say, place by place."""
 
     def masks(self, drafts: Sequence[int]) -> npt.NDArray[np.uint32] | None:
-        """[len(drafts) + 1, ceil(V / 32)]: at place i, behind the drafts before it, bit t % 32 of
-        word t // 32 says that token t may come. None: every token may, everywhere. The state stays
-        as it is. A draft may be wrong, or -1; what stands behind such a one is of no matter."""
+        """uint32 [len(drafts) + 1, ceil(V / 32)]: at place i, behind the drafts before it, bit
+        t % 32 of word t // 32 says that token t may come. None: every token may, everywhere. The
+        state stays as it is. A draft may be wrong, or -1: what stands behind it is of no matter.
+        Raises MtpError where the text outgrows the grammar, which ends the request."""
 
     def accept(self, token: int) -> None:
-        """A token was emitted; never an EOS."""
+        """A token was emitted; never an EOS. Raises as `masks` does."""
 
 
 @dataclass
@@ -139,13 +140,16 @@ class Request:
             self.finish_reason, self.ended_by_eos = "stop", True
             return False
         self.tokens.append(token)
-        if self.grammar is not None:
-            self.grammar.accept(token)
         self.stats.completion_tokens = len(self.tokens)
         if self.stop is not None and self.stop(token):
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.max_tokens:
             self.finish_reason = "length"
+        elif self.grammar is not None:
+            try:
+                self.grammar.accept(token)
+            except MtpError as error:
+                self.finish_reason, self.error = "error", str(error)
         return True
 
 

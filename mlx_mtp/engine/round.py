@@ -5,6 +5,9 @@
     verify  target([bonus, d1..dk]) writes KV at length..length+k; logits at k+1 places
     accept  n drafts that the target would have chosen too; it adds one token of its own
 
+Where a grammar narrows the choice, the host has to read the drafts to say what may follow each of
+them: `propose` is draft and verify, and `accept` comes with masks once these are known.
+
 The bonus token is the newest one: it is chosen, but not in KV yet. `hidden` is the target's
 normed output at the position before it, from which it was chosen.
 """
@@ -15,13 +18,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
 from mlx_mtp.engine.copying import Copies
 from mlx_mtp.engine.kv import Buffers, KVLayout, attended
-from mlx_mtp.engine.processors import ProcessorState, count, counts_before, process
+from mlx_mtp.engine.processors import ProcessorState, count, counts_before, permit, process
+from mlx_mtp.engine.requests import Request, TokenLogprob
 from mlx_mtp.engine.sampling import FEW, SamplerState, choose
 from mlx_mtp.kernels.head import Adjustments
 from mlx_mtp.models.drafter import Drafter
@@ -74,6 +78,16 @@ class RoundResult(NamedTuple):
     logprobs: Logprobs | None
 
 
+class Proposed(NamedTuple):
+    """drafts: int32 [B, k], of which -1 is none; copied: as in `RoundResult`; hidden [B, k+1, H]
+    and KV of the verify pass."""
+
+    drafts: mx.array
+    copied: mx.array
+    hidden: mx.array
+    kv: Buffers
+
+
 def run_round(
     target: Target,
     drafter: Drafter | None,
@@ -83,18 +97,31 @@ def run_round(
     shape: RoundShape,
     beside: mx.Device | mx.Stream | None = None,
 ) -> tuple[RoundState, RoundResult]:
-    """The state after one round, and its result. `beside`: where the drafter runs, if not where
-    the target does; weights and KV lie in memory that both see."""
+    """The state after one round, and its result; `beside` as in `propose`."""
+    proposed = propose(target, drafter, layout, state, copies, shape, beside)
+    return accept(target, state, proposed, shape)
+
+
+def propose(
+    target: Target,
+    drafter: Drafter | None,
+    layout: KVLayout,
+    state: RoundState,
+    copies: Copies | None,
+    shape: RoundShape,
+    beside: mx.Device | mx.Stream | None = None,
+) -> Proposed:
+    """Draft and verify. `beside`: where the drafter runs, if not where the target does; weights
+    and KV lie in memory that both see."""
     with nullcontext() if beside is None else mx.stream(beside):
         drafts = draft(target, drafter, layout, state, shape)
-    copied = None
+    copied = mx.zeros_like(state.bonus)
     if shape.copied and copies is not None:
         pad = [(0, 0), (0, shape.draft_len - shape.steps)]
         found, copied = copies.drafts(state.bonus, state.length, shape.draft_len)
         # -1 is no token: the target never chooses it.
         drafts = mx.where(copied[:, None] == 1, found, mx.pad(drafts, pad, constant_values=-1))
-    hidden, kv = verify(target, layout, state, drafts, shape)
-    return accept(target, state._replace(kv=kv), drafts, hidden, shape, copied)
+    return Proposed(drafts, copied, *verify(target, layout, state, drafts, shape))
 
 
 def draft(
@@ -148,11 +175,13 @@ def score(
     processors: ProcessorState,
     said: mx.array | None,
     shape: RoundShape,
+    masks: mx.array | None = None,
 ) -> Scores:
     """What a choice needs of the logits behind `hidden` [B, T, H]: all of them, or a short list
-    where the model's head makes one and nothing asks for more."""
+    where the model's head makes one and nothing asks for more. `masks`: see `permit`."""
     (B, T), short = places.shape, model.shortlist
     all_needed = shape.sampler == "full" or shape.logprobs is not None or said is not None
+    all_needed |= masks is not None
     if short is not None and B * T in short.rows and not all_needed:
         early = None if processors.until is None else places < processors.until[:, None]
         adjust = Adjustments(
@@ -166,24 +195,28 @@ def score(
         values, tokens = (part.reshape(B, T, -1) for part in found[:2])
         return Scores(values, tokens, None, found.finite.reshape(B, T))
     logits, ids = model.scores(hidden)
-    return Scores(process(logits, ids, places, processors, said), ids, logits, None)
+    values = process(logits, ids, places, processors, said)
+    finite = None
+    if masks is not None:
+        values = permit(values, ids, masks)
+        finite = mx.isfinite(logits.sum(-1)) & (values.max(-1) > -mx.inf)
+    return Scores(values, ids, logits, finite)
 
 
 def accept(
     target: Target,
     state: RoundState,
-    drafts: mx.array,
-    hidden: mx.array,
+    proposed: Proposed,
     shape: RoundShape,
-    copied: mx.array | None = None,
+    masks: mx.array | None = None,
 ) -> tuple[RoundState, RoundResult]:
-    """Keeps the drafts up to the first that the target would not have chosen there. `copied` [B]
-    says whose drafts were copied."""
+    """Keeps the drafts up to the first that the target would not have chosen there. `masks` [B,
+    k+1, .] say what may be chosen, see `permit`."""
+    drafts, copied, hidden, kv = proposed
     rows, k = drafts.shape
-    copied = mx.zeros_like(state.bonus) if copied is None else copied
     places = state.length[:, None] + mx.arange(1, k + 2)
     said = counts_before(state.processors, drafts)
-    scores = score(target, hidden, places, state.processors, said, shape)
+    scores = score(target, hidden, places, state.processors, said, shape, masks)
     tokens = choose(scores.values, scores.ids, places, state.sampler, shape.sampler)
     finite = scores.finite
     if finite is None and scores.logits is not None:
@@ -195,6 +228,7 @@ def accept(
     kept = state.active == 1
     emitted = (mx.arange(k + 1) <= n[:, None]) * state.active[:, None]
     after = state._replace(
+        kv=kv,
         bonus=mx.where(kept, tokens[every, n], state.bonus),
         hidden=mx.where(kept[:, None], hidden[every, n], state.hidden),
         length=state.length + (n + 1) * state.active,
@@ -219,7 +253,21 @@ def logprobs_of(
     return Logprobs(chosen, best.astype(mx.int32), mx.take_along_axis(logprobs, best, -1))
 
 
-Run = Callable[[RoundState, Copies | None], tuple[RoundState, RoundResult]]
+class ReadLogprobs:
+    """The logprobs of a result on the host; read after its tokens, so that nothing waits."""
+
+    def __init__(self, result: RoundResult):
+        self._lists = [table.tolist() for table in result.logprobs] if result.logprobs else None
+
+    def of(self, place: int, request: Request) -> list[TokenLogprob]:
+        """Of every token of a row's block, as the request asks for."""
+        if self._lists is None or request.logprobs is None:
+            return []
+        shown = []
+        for chosen, ids, values in zip(*(cast(Any, t)[place] for t in self._lists), strict=True):
+            best = sorted(zip(ids, values, strict=True), key=lambda pair: -pair[1])
+            shown.append(TokenLogprob(chosen, tuple(best[: request.logprobs])))
+        return shown
 
 
 class Rounds:
@@ -243,7 +291,7 @@ class Rounds:
         self.stepwise = replace(layout, stepwise=on_cpu())
         self.compiled, self.beside = compiled, beside
         self.traces = 0
-        self._runs: OrderedDict[tuple[object, ...], Run] = OrderedDict()
+        self._runs: OrderedDict[tuple[object, ...], Callable[..., Any]] = OrderedDict()
 
     def __call__(
         self, state: RoundState, copies: Copies | None, shape: RoundShape
@@ -252,21 +300,63 @@ class Rounds:
         models = self.target, self.drafter
         if not self.compiled:
             return *run_round(*models, self.stepwise, state, copies, shape, self.beside), False
-        # One trace for all bounds that attend to the same slots.
+        shape = self._rounded(state, shape)
+        run, fresh = self._run(
+            (shape, *self._key(state, copies)),
+            lambda state, copies: run_round(*models, self.layout, state, copies, shape),
+        )
+        return (*run(state, copies), fresh)
+
+    def propose(
+        self, state: RoundState, copies: Copies | None, shape: RoundShape
+    ) -> tuple[Proposed, bool]:
+        """The first part of a round under a grammar, and whether a function was traced."""
+        models = self.target, self.drafter
+        if not self.compiled:
+            return propose(*models, self.stepwise, state, copies, shape, self.beside), False
+        shape = self._rounded(state, shape)
+        run, fresh = self._run(
+            ("propose", shape, *self._key(state, copies)),
+            lambda state, copies: propose(*models, self.layout, state, copies, shape),
+        )
+        return run(state, copies), fresh
+
+    def accept(
+        self, state: RoundState, proposed: Proposed, shape: RoundShape, masks: mx.array | None
+    ) -> tuple[RoundState, RoundResult, bool]:
+        """The rest of it."""
+        kv, proposed = proposed.kv, proposed._replace(kv=[])
+        if self.compiled:
+            run, fresh = self._run(
+                ("accept", shape._replace(bound=0), masks is None, *self._key(state, None)),
+                lambda state, proposed, masks: accept(self.target, state, proposed, shape, masks),
+            )
+            after, result = run(state, proposed, masks)
+        else:
+            (after, result), fresh = accept(self.target, state, proposed, shape, masks), False
+        return after._replace(kv=kv), result, fresh
+
+    def _rounded(self, state: RoundState, shape: RoundShape) -> RoundShape:
+        """One trace for all bounds that attend to the same slots."""
         tokens, capacity = shape.draft_len + 1, self.layout.capacity(state.kv)
-        shape = shape._replace(bound=attended(shape.bound + tokens, capacity) - tokens)
+        return shape._replace(bound=attended(shape.bound + tokens, capacity) - tokens)
+
+    def _key(self, state: RoundState, copies: Copies | None) -> tuple[object, ...]:
+        """What else the shapes of a trace depend on."""
         unused = tuple(table is None for table in state.processors)
-        key = (shape, state.bonus.shape[0], capacity, unused, copies is None)
+        capacity = self.layout.capacity(state.kv) if state.kv else 0
+        return state.bonus.shape[0], capacity, unused, copies is None
+
+    def _run(
+        self, key: tuple[object, ...], function: Callable[..., Any]
+    ) -> tuple[Callable[..., Any], bool]:
+        """The compiled function of a key, and whether it is new."""
         run = self._runs.pop(key, None)
         fresh = run is None
         if run is None:
             self.traces += 1
-
-            def traced(state: RoundState, copies: Copies | None) -> tuple[RoundState, RoundResult]:
-                return run_round(*models, self.layout, state, copies, shape)
-
-            run = mx.compile(traced)
+            run = mx.compile(function)
         self._runs[key] = run
         if len(self._runs) > self.KEPT:
             self._runs.popitem(last=False)
-        return (*run(state, copies), fresh)
+        return run, fresh

@@ -19,14 +19,15 @@ import mlx.core as mx
 from mlx_mtp.engine.batch import Batch, Row
 from mlx_mtp.engine.copying import Copies, CopyIndex
 from mlx_mtp.engine.draft_length import AutoLength, DraftLength, Outcome, Shape
-from mlx_mtp.engine.kv import BLOCK, Buffers, KVLayout, capacity_for, nbytes
+from mlx_mtp.engine.kv import BLOCK, Buffers, KVLayout, nbytes
+from mlx_mtp.engine.memory import Memory
 from mlx_mtp.engine.policy import Clock, Policy
 from mlx_mtp.engine.prefix import Slot, Snapshot
-from mlx_mtp.engine.processors import Processed, ProcessorState, process
+from mlx_mtp.engine.processors import Processed, ProcessorState, permit, process
 from mlx_mtp.engine.requests import Event, Request, TokenLogprob
-from mlx_mtp.engine.round import RoundResult, Rounds, RoundShape, logprobs_of
+from mlx_mtp.engine.round import ReadLogprobs, RoundResult, Rounds, RoundShape, logprobs_of
 from mlx_mtp.engine.sampling import SamplerState, choose, kind_of
-from mlx_mtp.errors import ContextError, FitError, UsageError
+from mlx_mtp.errors import ContextError, MtpError, UsageError
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.target import Target
 
@@ -97,12 +98,13 @@ class Engine:
         self.target, self.drafter = target, drafter
         self.draft_length = draft_length or AutoLength()
         self.prefill_chunk = prefill_chunk
-        self.memory_limit = memory_limit
         self.policy = Policy.for_device(compile, pipeline, drafter_device is not None)
         self.layout = KVLayout(target.config.text, target.dtype, kv_bits, full_ways=full_ways or {})
+        self.memory = Memory(self.layout, memory_limit)
         self.context = min(target.config.text.max_position_embeddings, max_kv or 1 << 62)
         self.waits = 0  # how often the host waited for the device
         self.grown = 0  # how often buffers were copied: into larger ones, or another bucket
+        self.grammar_rounds = 0  # rounds that waited for their drafts, too, and ran nothing ahead
         self.rounds = Rounds(target, drafter, self.layout, self.policy.compile, drafter_device)
         self._batch = Batch(self.layout, rows, cache_bytes)
         self._waiting: deque[Request] = deque()
@@ -138,6 +140,7 @@ class Engine:
             "waits": self.waits,
             "traces": self.rounds.traces,
             "buffer_growths": self.grown,
+            "grammar_rounds": self.grammar_rounds,
             "kv_bits": self.layout.bits,
             "attention": dict(self.layout.full_ways),
             "context": self.context,
@@ -155,10 +158,23 @@ class Engine:
         if not all(0 <= token < vocabulary for token in request.prompt):
             raise UsageError(f"the prompt has token ids outside the vocabulary of {vocabulary}")
         request.processing.check(vocabulary)
-        room = min(self.context, self._memory_room(prompt, request.max_tokens))
+        room = self._room(prompt, request.max_tokens)
         request.max_tokens = min(request.max_tokens, room - prompt)
         request.stats.prompt_tokens = prompt
         self._waiting.append(request)
+
+    def _room(self, prompt: int, answer: int) -> int:
+        """Positions that context and memory have room for, beside all that runs and waits."""
+        beside = len(self._batch.running) + len(self._waiting) + (self._prefill is not None)
+        kv, rows = self._batch.state.kv, self._batch.bucket(beside + 1)
+        return self.memory.positions(
+            prompt,
+            answer,
+            rows=rows,
+            held=self.layout.capacity(kv) if kv and rows <= len(self._batch.rows) else 0,
+            used=mx.get_active_memory() - self.cached_bytes,
+            context=self.context,
+        )
 
     def step(self) -> list[Event]:
         """At most one prefill chunk or one round; then read one result, with pipelining one round
@@ -232,12 +248,52 @@ class Engine:
         mx.async_eval(result, self._batch.state)
         return result, traced
 
+    def _run_in_step(self, copies: Copies | None, graph: RoundShape) -> tuple[RoundResult, bool]:
+        """The same under grammars: WAITS for the drafts while the verify pass runs."""
+        state, self._batch.state = self._batch.state, self._batch.state._replace(kv=[])
+        proposed, traced = self.rounds.propose(state, copies, graph)
+        state = state._replace(kv=[])
+        mx.async_eval(proposed.drafts)
+        mx.async_eval(proposed)
+        self.waits += 1
+        self.grammar_rounds += 1
+        masks = self._masks(cast(list[list[int]], proposed.drafts.tolist()))
+        self._batch.state, result, fresh = self.rounds.accept(state, proposed, graph, masks)
+        del proposed
+        mx.async_eval(result, self._batch.state)
+        return result, traced or fresh
+
+    def _masks(self, drafts: list[list[int]]) -> mx.array | None:
+        """What every row's grammar says of every place, uint32 [B, k+1, .]; None: all may come."""
+        found = [
+            self._mask(row.request, ahead) if row.request else None
+            for row, ahead in zip(self._batch.rows, drafts, strict=True)
+        ]
+        shape = next((table.shape for table in found if table is not None), None)
+        if shape is None:
+            return None
+        every = mx.full(shape, 0xFFFFFFFF, mx.uint32)
+        return mx.stack([every if table is None else table for table in found])
+
+    def _mask(self, request: Request, drafts: list[int]) -> mx.array | None:
+        """One row's part of it. Where its grammar fails nothing may come, which ends it."""
+        try:
+            table = request.grammar.masks(drafts) if request.grammar else None
+        except MtpError as error:
+            request.error = str(error)
+            words = -(-self.target.config.text.vocab_size // 32)
+            return mx.zeros((len(drafts) + 1, words), mx.uint32)
+        return None if table is None else mx.array(table)
+
     def _step(self) -> list[Event]:
         if self._waiting and self._waiting[0].max_tokens == 0:
             request = self._waiting.popleft()
             request.finish_reason = "length"
             return [Event(request, [], [], 0)]
-        if self._flights and not self.policy.pipeline:
+        # A grammar must know what was said before it can say what may follow.
+        in_step = any(row.request and row.request.grammar for row in self._batch.running)
+        pipelined = self.policy.pipeline and not in_step
+        if self._flights and not pipelined:
             return self._read(self._flights.popleft())
         decoding = self._plan_round()
         if self._prefill is None and self._waiting:
@@ -249,9 +305,9 @@ class Engine:
             return self._prefill_chunk()
         self._prefilled_last = False
         if decoding:
-            self._dispatch_round(decoding)
+            self._dispatch_round(decoding, in_step)
         # All but the newest, or joins would add to what is in flight and rings be overwritten.
-        behind, events = int(self.policy.pipeline and bool(decoding)), list[Event]()
+        behind, events = int(pipelined and bool(decoding)), list[Event]()
         while len(self._flights) > behind:
             events += self._read(self._flights.popleft())
         return events
@@ -277,7 +333,7 @@ class Engine:
         steps = max(shape.steps, fixed) if self.drafter else 0
         return Shape(steps, shape.copied)
 
-    def _dispatch_round(self, serve: list[tuple[Row, Request]]) -> None:
+    def _dispatch_round(self, serve: list[tuple[Row, Request]], in_step: bool) -> None:
         batch = self._batch
         moved = batch.shrink([self._prefill.row] if self._prefill else [])
         shape = self._choose_shape(serve)
@@ -295,7 +351,7 @@ class Engine:
             shape.copied,
             max(logprobs) if logprobs else None,
         )
-        result, traced = self._run(copies, graph)
+        result, traced = (self._run_in_step if in_step else self._run)(copies, graph)
         if moved or traced:
             self._clock.disturb()
         for row, _ in serve:
@@ -311,7 +367,7 @@ class Engine:
         seconds = None if flight.first else self._clock.read()
         if flight.first:
             self._clock.disturb()
-        logprobs = _Logprobs(flight.result)
+        logprobs = ReadLogprobs(flight.result)
         events: list[Event] = []
         ended: list[Row] = []
         taught: list[tuple[int, int, bool]] = []
@@ -322,9 +378,12 @@ class Engine:
             if not finite:
                 # This row alone is lost; the others of the batch go on.
                 request.finish_reason = "error"
-                request.error = (
-                    "the model's logits are not finite: its weights are damaged or overflow in "
-                    "this dtype"
+                request.error = request.error or (
+                    "nothing is left that may be said here, by the grammar and by what is "
+                    "suppressed; or the model's logits are not finite"
+                    if request.grammar is not None
+                    else "the model's logits are not finite: its weights are damaged or overflow "
+                    "in this dtype"
                 )
                 events.append(Event(request, [], [], len(request.prompt)))
                 ended.append(row)
@@ -386,7 +445,9 @@ class Engine:
             return
         request = self._waiting.popleft()
         row, kv, done = batch.admit(request)
-        batch.prefixes.trim(batch.slots, self._cache_room(len(request.prompt)))
+        used = mx.get_active_memory() - self.cached_bytes
+        left = self.memory.left(len(request.prompt), rows=len(batch.rows), used=used)
+        batch.prefixes.trim(batch.slots, left)
         request.stats.cached_tokens = done
         row.started = time.perf_counter()
         row.length = 0
@@ -434,6 +495,10 @@ class Engine:
         processors = ProcessorState.of([alone], self.target.config.text.vocab_size)
         said = None if processors.counts is None else processors.counts[:, None]
         processed = process(logits, None, place, processors, said)
+        possible = mx.isfinite(logits.sum(-1))
+        if (mask := self._mask(request, [])) is not None:
+            processed = permit(processed, None, mask[None])
+            possible &= processed.max(-1) > -mx.inf
         first = choose(
             processed, None, place, SamplerState.of([request.sampling]), kind_of([request.sampling])
         )
@@ -450,9 +515,8 @@ class Engine:
         batch.sync({i})
         batch.count_first(i)
         zeros = mx.zeros((1, 1), dtype=mx.int32)
-        finite = mx.isfinite(logits.sum(-1)).astype(mx.int32)
         result = RoundResult(
-            mx.concatenate([first, zeros, finite, zeros], -1),
+            mx.concatenate([first, zeros, possible.astype(mx.int32), zeros], -1),
             logprobs_of(logits, first, request.logprobs),
         )
         mx.async_eval(result, batch.state)
@@ -487,57 +551,3 @@ class Engine:
             self._batch.sync({self._batch.rows.index(row) for row in rows})
         live = [f for f in self._flights if any(row.request is r for _, row, r in f.rows)]
         self._flights = deque(live)
-
-    # -- memory ---------------------------------------------------------------------------------
-
-    def _memory_room(self, prompt: int, answer: int) -> int:
-        """How many positions memory has room for, as far as `prompt` and `answer` need it. KV is
-        new memory unless the buffers are long enough already: while they grow, the old ones stand
-        beside the new. Raises FitError if the prompt alone does not fit."""
-        if self.memory_limit is None:
-            return self.context
-        beside = len(self._batch.running) + len(self._waiting) + (self._prefill is not None)
-        kv, rows = self._batch.state.kv, self._batch.bucket(beside + 1)
-        held = self.layout.capacity(kv) if kv and rows <= len(self._batch.rows) else 0
-        free = max(self.memory_limit - mx.get_active_memory() + self.cached_bytes, 0)
-
-        def needed(*capacities: int) -> int:
-            return sum(self.layout.nbytes(rows, c) for c in capacities if c > held)
-
-        capacity = capacity_for(prompt + BLOCK)
-        if needed(capacity) > free:
-            raise FitError(
-                f"a prompt of {prompt} tokens needs {needed(capacity) / 1e6:.1f} MB of KV, but "
-                f"only {free / 1e6:.1f} of {self.memory_limit / 1e6:.1f} MB are free; shorten it, "
-                "use --kv-bits 8, or a smaller model or quantisation"
-            )
-        while capacity < prompt + answer + 2 * BLOCK:
-            if needed(capacity, 2 * capacity) > free:
-                return max(capacity - 2 * BLOCK, prompt + 1)
-            capacity *= 2
-        return self.context
-
-    def _cache_room(self, prompt: int) -> int | None:
-        """Bytes that memory leaves for what only waits, beside the KV of a new prompt."""
-        if self.memory_limit is None:
-            return None
-        needed = self.layout.nbytes(len(self._batch.rows), capacity_for(prompt + BLOCK))
-        used = mx.get_active_memory() - self.cached_bytes + needed
-        return max(self.memory_limit - used, 0)
-
-
-class _Logprobs:
-    """The logprobs of a result on the host; read after its tokens, so that nothing waits."""
-
-    def __init__(self, result: RoundResult):
-        self._lists = [table.tolist() for table in result.logprobs] if result.logprobs else None
-
-    def of(self, place: int, request: Request) -> list[TokenLogprob]:
-        """Of every token of a row's block, as the request asks for."""
-        if self._lists is None or request.logprobs is None:
-            return []
-        shown = []
-        for chosen, ids, values in zip(*(cast(Any, t)[place] for t in self._lists), strict=True):
-            best = sorted(zip(ids, values, strict=True), key=lambda pair: -pair[1])
-            shown.append(TokenLogprob(chosen, tuple(best[: request.logprobs])))
-        return shown

@@ -1,7 +1,8 @@
 """Answers that fit a grammar: which tokens may come, for each place of a block of drafts.
 
 llguidance (extra `structured`) walks the grammar over bytes. What lies around the constrained text
-is kept here: a thought before it, a tool call instead of it, the free rest of a forced tool call.
+is kept here: a thought before it, in which the answer cannot end; a tool call instead of it; the
+free rest of a forced tool call.
 A round asks for the masks of all its places: the matcher steps over the drafts and is rolled back,
 which costs the same after any length of text; a copy of it would grow with the text.
 """
@@ -71,6 +72,9 @@ class Grammar:
                 self._check()
             for door in self.doors if self.phase is _Phase.FIRST else ():
                 row[door // 32] |= np.uint32(1 << door % 32)
+            for end in self.eos if self.phase is _Phase.THOUGHT else ():
+                bound = True
+                row[end // 32] &= np.uint32(~(1 << end % 32) & 0xFFFFFFFF)
             if token < 0 or token in self.eos or not row[token // 32] >> token % 32 & 1:
                 break
             taken += self._step(token)

@@ -133,7 +133,7 @@ def test_what_is_kept_stays_within_the_budget_and_within_memory(target):
     ask(tight, turn(50, 1), tokens=2)
     ask(tight, turn(50, 2), tokens=2)
     assert tight.cached_bytes > 0
-    tight.memory_limit = mx.get_active_memory() + one
+    tight.memory.limit = mx.get_active_memory() + one
     ask(tight, turn(50, 3), tokens=2)
     assert tight.cached_bytes <= one
 
