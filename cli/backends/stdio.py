@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 PROTOCOL = "mlx-mtp/1"
 MAX_LINE = 64 << 20  # bytes
 LINES, ANSWERS = 64, 4096  # that wait for stdout: of the model's, and of the reader's beside them
-JOINED = 4096  # characters that a waiting line may grow to
+JOINED = 1024  # characters that a waiting line may grow to
 TICK, SILENCE = 1.0, 4.0  # seconds between looks at live requests; after which one must be said
 LAST_WORDS = 1.5  # seconds that `exit` waits for cancelled requests and for stdout
 
@@ -202,7 +202,7 @@ class Writer:
                         self._lines.popleft()
                         self._changed.notify_all()
                 elif any(what & (select.POLLERR | select.POLLHUP) for _, what in poll.poll(0)):
-                    self._gone(None)
+                    raise BrokenPipeError
         except BrokenPipeError:
             self._gone(None)
         except OSError as error:
