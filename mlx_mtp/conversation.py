@@ -155,7 +155,7 @@ class Turn(Answer):
 
     def _remember(self) -> None:
         # A turn that was cut off in its thoughts says nothing: no history will hold it.
-        if self.request.error or not (self._shown or self.calls):
+        if self.request.error or self._text.cut or not (self._shown or self.calls):
             return
         self._memory.remember(
             self._prompt, self.message(), [*self._prompt.ids, *self.request.tokens]

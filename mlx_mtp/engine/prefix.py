@@ -38,8 +38,10 @@ class Slot:
     used: int = 0
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Of many snapshots the first one, behind the system message, and the last two stay."""
-        self.snapshots = [*self.snapshots[:1], *self.snapshots[1:][-1:], snapshot]
+        """Of many snapshots the first one, behind the system message, and the last four stay:
+        from before and behind the user's last two messages."""
+        others = [s for s in self.snapshots if s.length != snapshot.length]
+        self.snapshots = [*others[:1], *others[1:][-3:], snapshot]
 
     def rewind(self, length: int) -> None:
         """What comes after `length` tokens is about to be overwritten."""

@@ -449,19 +449,25 @@ class Engine:
         left = self.memory.left(len(request.prompt), rows=len(batch.rows), used=used)
         batch.prefixes.trim(batch.slots, left)
         request.stats.cached_tokens = done
+        if 0 < done < max(self._stops(request), default=0):
+            # A new turn of the user's: it may be written anew.
+            row.slot.keep(Snapshot(done, self.layout.rings(kv)))
         row.started = time.perf_counter()
         row.length = 0
         # Rounds in between write behind an unused row's length, too: not where it ended before.
         batch.sync({batch.rows.index(row)})
         self._prefill = Prefill(row, request, kv, done)
 
+    def _stops(self, request: Request) -> tuple[int, ...]:
+        """Where a prefill stops for a snapshot."""
+        return request.snapshots if self._batch.prefixes.budget else ()
+
     def _prefill_chunk(self) -> list[Event]:
         """Dispatch the next chunk; WAITS for the one before the last, so that at most two are in
         flight. The last chunk brings the first token and the row joins the batch."""
         assert self._prefill is not None
         fill, request = self._prefill, self._prefill.request
-        wanted = request.snapshots if self._batch.prefixes.budget else ()
-        ends = (*wanted, fill.done + self.prefill_chunk)
+        ends = (*self._stops(request), fill.done + self.prefill_chunk)
         chunk = request.prompt[fill.done : min(end for end in ends if end > fill.done)]
         final = fill.done + len(chunk) == len(request.prompt)
         view = self.layout.view(fill.kv, mx.array([fill.done]), len(chunk), fill.done)
@@ -469,7 +475,7 @@ class Engine:
         fill.kv = view.buffers
         del view
         fill.done += len(chunk)
-        if fill.done in wanted:
+        if fill.done in self._stops(request):
             fill.row.slot.keep(Snapshot(fill.done, self.layout.rings(fill.kv)))
         if final:
             self._join(fill, hidden)

@@ -33,6 +33,7 @@ _DEFINITIONS = ("$defs", "definitions")
 class _Phase(Enum):
     THOUGHT = auto()
     FIRST = auto()  # the constrained text begins, or what may come before or instead of it
+    THOUGHT_OVER = auto()  # the same, but thoughts: a second one could go on for ever
     INSIDE = auto()
     FREE = auto()
 
@@ -66,11 +67,11 @@ class Grammar:
         rows = np.full((len(drafts) + 1, self.words), 0xFFFFFFFF, np.uint32)
         phase, taken, bound = self.phase, 0, False
         for row, token in zip(rows, [*drafts, -1], strict=True):
-            if self.phase in (_Phase.FIRST, _Phase.INSIDE):
+            if self.phase not in (_Phase.THOUGHT, _Phase.FREE):
                 bound = True
                 self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
                 self._check()
-            for door in self.doors if self.phase is _Phase.FIRST else ():
+            for door in self._doors():
                 row[door // 32] |= np.uint32(1 << door % 32)
             for end in self.eos if self.phase is _Phase.THOUGHT else ():
                 bound = True
@@ -90,8 +91,8 @@ class Grammar:
         """Moves on by one token; whether the matcher took it."""
         if self.phase is _Phase.THOUGHT:
             if token == self.thought_end:
-                self.phase = _Phase.FIRST
-        elif self.phase is _Phase.FIRST and token in self.doors:
+                self.phase = _Phase.THOUGHT_OVER
+        elif token in self._doors():
             self.phase = self.doors[token]
         elif self.phase is not _Phase.FREE:
             self.matcher.consume_token(token)
@@ -100,6 +101,13 @@ class Grammar:
             self.phase = _Phase.FREE if free else _Phase.INSIDE
             return True
         return False
+
+    def _doors(self) -> Collection[int]:
+        """The tokens that lead elsewhere from here."""
+        if self.phase is _Phase.FIRST:
+            return self.doors
+        over = self.phase is _Phase.THOUGHT_OVER
+        return [token for token, to in self.doors.items() if over and to is _Phase.FREE]
 
     def _check(self) -> None:
         if self.matcher.is_error():

@@ -85,6 +85,11 @@ class OutputStream:
     def stopped(self) -> bool:
         return self._content.stopped or self._calls == self._most_calls
 
+    @property
+    def cut(self) -> bool:
+        """Whether a stop string ended it, so that the tokens say more than the text."""
+        return self._content.stopped
+
     def add(self, token: int) -> bool:
         """Takes the next token; True when it completes a stop string in the content, or the last
         call that is wanted."""

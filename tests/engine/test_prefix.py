@@ -192,11 +192,22 @@ def test_any_traffic_says_what_fresh_engines_say(target, seed, rows):
 
 def test_snapshots_are_kept_at_the_system_message_and_the_last_turns():
     slot = Slot()
-    for length in (10, 20, 30, 40):
+    for length in (10, 20, 30, 40, 50, 60, 60):
         slot.keep(Snapshot(length, []))
+    assert [s.length for s in slot.snapshots] == [10, 30, 40, 50, 60]
+    slot.rewind(45)
     assert [s.length for s in slot.snapshots] == [10, 30, 40]
-    slot.rewind(35)
-    assert [s.length for s in slot.snapshots] == [10, 30]
+
+
+def test_a_message_that_is_written_anew_goes_on_from_before_it(target):
+    engine = Engine(target, make_drafter(), cache_bytes=ROOM)
+    prompt = SYSTEM + turn(40, 1)
+    first = ask(engine, prompt, snapshots=[len(SYSTEM), len(prompt) - 2])
+    held = prompt + first.tokens
+    for seed in (2, 3, 4):
+        follow = held + turn(30, seed)
+        stats = ask(engine, follow, snapshots=[len(SYSTEM), len(follow) - 2]).stats
+        assert stats.cached_tokens == len(held) - 1
 
 
 def test_the_longest_prefix_is_found(target):
