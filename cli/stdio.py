@@ -6,6 +6,8 @@ import fcntl
 import os
 import select
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -44,29 +46,25 @@ def stdio(
     cache_gb: Annotated[
         float | None,
         typer.Option(
+            min=0,
+            max=1 << 20,
             help="GB for the KV of conversations that may go on. [default: a quarter of what the "
-            "weights leave]"
+            "weights leave]",
         ),
     ] = None,
-    parallel: Annotated[int, typer.Option(help="Requests at once, 1 to 16.")] = 1,
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait beside them.")] = 8,
+    parallel: Annotated[int, typer.Option(min=1, max=16, help="Requests at once.")] = 1,
+    max_queue: Annotated[int, typer.Option(min=0, help="Requests that may wait beside them.")] = 8,
 ) -> None:
-    from mlx_mtp.cli.backends.openai import Left
     from mlx_mtp.cli.backends.service import Service
     from mlx_mtp.cli.backends.stdio import Connection, Writer
+    from mlx_mtp.engine.draft_length import check_draft_len
 
-    given = {"parallel": parallel, "max-queue": max_queue, "cache-gb": cache_gb, "max-kv": max_kv}
-    given["draft-len"] = options.draft_length(draft_len)
-    ranges = {"parallel": 16, "max-queue": 1 << 16, "cache-gb": 1 << 20, "max-kv": 1 << 40}
-    for name, most in (ranges | {"draft-len": 8}).items():
-        kind, least = float if name == "cache-gb" else int, {"parallel": 1, "max-kv": 2}
-        Left(given, "--").take(name, kind, least.get(name, 0), most)
-    if kv_bits not in (None, 4, 8):
-        raise UsageError(f"--kv-bits is {kv_bits}; it must be 8 or 4")
+    length = options.draft_length(draft_len)
+    check_draft_len(length or 0)
     out = take_stdout()
 
     def load(progress: Progress) -> Pair:
-        try:
+        with wrong_options_end_it():
             pair = options.load(
                 model,
                 drafter,
@@ -80,9 +78,6 @@ def stdio(
                 force_fit=force_fit,
                 calibrate=not no_calibrate,
             )
-        except UsageError as error:
-            say(str(error))
-            os._exit(error.exit_code)
         for notice in pair.notices:
             say(notice)
         return pair
@@ -90,13 +85,23 @@ def stdio(
     def make(pair: Pair) -> Engine:
         left = max(0, (pair.memory_limit or 0) - pair.weights_bytes)
         cache = int(left * CACHE_SHARE if cache_gb is None else cache_gb * 1e9)
-        return pair.engine(kv_bits=kv_bits, max_kv=max_kv, rows=parallel, cache_bytes=cache)
+        with wrong_options_end_it():
+            return pair.engine(kv_bits=kv_bits, max_kv=max_kv, rows=parallel, cache_bytes=cache)
 
     service = Service(load, make, rows=parallel, most_waiting=max_queue)
-    length = options.draft_length(draft_len)
     connection = Connection(service, Writer(out, _gone), model, drafter, length)
     # Threads may be in native code, which an ordinary exit would pull the ground from under.
     os._exit(connection.serve(_read if sys.stdin is not None else lambda: b""))
+
+
+@contextmanager
+def wrong_options_end_it() -> Iterator[None]:
+    """Not so what cannot be loaded, which only its requests are told."""
+    try:
+        yield
+    except UsageError as error:
+        say(str(error))
+        os._exit(error.exit_code)
 
 
 def take_stdout() -> int:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -161,9 +162,11 @@ class Writer:
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="writer", daemon=True).start()
 
-    def put(self, line: Line, most: int = LINES, *, last: bool = False) -> None:
-        """WAITS while `most` lines wait, unless the line can be joined to one of them. Nothing
-        comes behind the `last` line of its owner."""
+    def put(
+        self, line: Line, most: int = LINES, *, last: Callable[[], object] | None = None
+    ) -> None:
+        """WAITS while `most` lines wait, unless the line can be joined to one of them. `last`: it
+        is the last line of its owner, no other is taken, and this is called before it is read."""
         with self._changed:
             while len(self._lines) >= most:
                 before = (one for one in reversed(self._lines) if one.owner is line.owner)
@@ -173,7 +176,9 @@ class Writer:
             if line.owner is not None:
                 if line.owner.answered:
                     return
-                line.owner.answered = last
+                if last is not None:
+                    line.owner.answered = True
+                    last()
             self._lines.append(line)
             self._changed.notify_all()
 
@@ -327,11 +332,12 @@ class Connection:
         return failed.exit_code if failed is not None and self._refused else 0
 
     def answer(self, rpc: Rpc, outcome: Message) -> None:
-        """The one answer to a request, and its last line."""
+        """The one answer to a request, and its last line; that of one that never ran may come from
+        the reader, who has more room."""
         self._refused |= self.service.failed is not None
-        self.writer.put(Line({"id": rpc.name, **outcome}, rpc), last=True)
-        if self._live.get(rpc.name) is rpc:
-            del self._live[rpc.name]
+        most = LINES if rpc.answer else LINES + ANSWERS
+        line = Line({"id": rpc.name, **outcome}, rpc)
+        self.writer.put(line, most, last=partial(self._live.pop, rpc.name))
 
     # -- the reader -----------------------------------------------------------------------------
 
@@ -352,8 +358,7 @@ class Connection:
             given = message.get("id")
             if isinstance(given, bool) or not isinstance(given, (str, int, float, type(None))):
                 raise Invalid(INVALID, "id must be a string, a number or null")
-            live = self._live.get(given)
-            if "id" in message and live is not None and not live.answered:
+            if "id" in message and given in self._live:
                 # Not with that id, or the first request would take it for its answer.
                 raise Invalid(INVALID, f"the id {given!r} is that of a request not answered yet")
             name = given
@@ -443,8 +448,8 @@ class Connection:
         self._closing = self._over = True
 
     def _cancel(self, params: Message) -> None:
-        name = params.get("requestId")
-        rpc = self._live.get(name) if isinstance(name, (str, int, float, type(None))) else None
+        name = params.get("requestId", ())
+        rpc = None if isinstance(name, (list, dict)) else self._live.get(name)
         if rpc is not None:
             self.service.cancel(rpc)
             if rpc.method == "tokens.count":

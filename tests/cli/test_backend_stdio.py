@@ -152,11 +152,13 @@ def pipe():
 def test_lines_come_in_order_and_none_behind_the_last(pipe):
     owner = Owner()
     pipe.writer.put(Line({"n": 1}, owner))
-    pipe.writer.put(Line({"n": 2}, owner), last=True)
+    over = []
+    pipe.writer.put(Line({"n": 2}, owner), last=lambda: over.append(owner))
     pipe.writer.put(Line({"n": 3}, owner))
-    pipe.writer.put(Line({"n": 4}, owner), last=True)
+    pipe.writer.put(Line({"n": 4}, owner), last=lambda: over.append(owner))
     pipe.writer.put(Line({"n": 5}))
     assert [line["n"] for line in pipe.read()] == [1, 2, 5]
+    assert over == [owner]
 
 
 def test_a_full_writer_makes_the_model_wait_and_joins_its_text(pipe):
