@@ -7,8 +7,11 @@ import signal
 import subprocess
 import threading
 import time
+from itertools import count
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mlx_mtp import conversation
 from mlx_mtp.cli.backends import stdio
@@ -448,6 +451,44 @@ def test_a_model_that_cannot_be_loaded():
     assert talk.end() == 3
 
 
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+KEYS = ("messages", "prompt", "model", "session", "requestId", "protocol", "stream", "n", "stop")
+PARAMS = ODD | st.dictionaries(st.sampled_from(KEYS), ODD, max_size=3)
+KNOWN = "initialize models.list completions chat.completions session.close shutdown no.such"
+METHOD = ODD | st.sampled_from([*KNOWN.split(), "$/cancel_request"])
+MESSAGE = st.fixed_dictionaries(
+    {},
+    optional={"jsonrpc": st.just("2.0") | ODD, "id": ODD, "method": METHOD, "params": PARAMS},
+)
+
+
+def test_whatever_json_comes_is_answered_at_most_once():
+    def load(progress):
+        raise LoadError("there is no model")
+
+    talk = Inside(service(load))
+    talk.service.loaded.wait(10)
+    lines = count()
+
+    @settings(max_examples=200, deadline=None)
+    @given(MESSAGE | ODD)
+    def check(message):
+        talk.seen.clear()
+        talk.send(json.dumps(message).encode() + b"\n")
+        assert "result" in talk.call(f"line {next(lines)}", "models.list")
+        answers = talk.seen[:-1]
+        assert len(answers) <= 1
+        assert answers or (isinstance(message, dict) and "id" not in message)
+        assert all(("result" in a) != ("error" in a) for a in answers)
+
+    check()
+    assert talk.end() in (0, 3)
+
+
 # -- the end --------------------------------------------------------------------------------------
 
 
@@ -471,6 +512,18 @@ def test_exit_answers_everyone_and_ends(running):
     talk.thread.join(5)
     assert talk.code == 0
     assert time.monotonic() - asked < 2
+
+
+def test_exit_while_the_model_loads_is_heard():
+    gate = threading.Event()
+    talk = Inside(service(lambda progress: gate.wait(20)))
+    talk.ask(1, "completions", prompt="x")
+    talk.ask(2, "tokens.count", prompt="x")
+    talk.ask(3, "exit")
+    assert {code(talk.answer(1)), code(talk.answer(2))} == {CANCELLED}
+    talk.thread.join(2)
+    assert talk.code == 0
+    gate.set()
 
 
 def test_h10_eof_finishes_what_was_asked(running):
@@ -517,6 +570,14 @@ def test_h01_long_lines_are_read_and_eof_in_the_middle_answered(size):
 def test_no_stdin(shell):
     done, found = run(None, shell=shell)
     assert (done.returncode, found, done.stderr) == (0, [], b"")
+
+
+@pytest.mark.parametrize("shell", [">&-", ">/dev/full"])
+def test_a_stdout_that_takes_nothing_is_exit_1(shell):
+    done, _ = run(b'{"prompt": "x", "max_tokens": 1}\n', shell=shell)
+    assert done.returncode == 1
+    assert b"stdout" in done.stderr
+    assert done.stderr.count(b"\n") == 1
 
 
 def test_a_stray_print_does_not_get_among_the_lines():
