@@ -96,7 +96,7 @@ def chat(
     )
     for notice in pair.notices:
         say(notice)
-    engine = pair.engine(kv_bits=kv_bits, max_kv=max_kv)
+    engine = pair.engine(kv_bits=kv_bits, max_kv=max_kv, cache_bytes=pair.cache_bytes())
     talk = Chat(Conversations(pair), engine, how, system)
     talk.think(think)
     if prompt is not None:
@@ -298,7 +298,7 @@ def kept_lines() -> Iterator[None]:
 
 
 def _chats() -> Path:
-    from mlx_mtp.kernels.profile import data_folder
+    from mlx_mtp.folders import data_folder
 
     return data_folder() / "chats"
 

@@ -95,6 +95,11 @@ class Pair:
     compiled: bool | None = None
     calibration: Calibration | None = None
 
+    def cache_bytes(self, share: float = 0.25) -> int:
+        """What the KV of conversations that may go on can take: a share of what is left of the
+        memory limit beside the weights, 0 where there is no limit."""
+        return int(share * max((self.memory_limit or 0) - self.weights_bytes, 0))
+
     def engine(self, **how: Any) -> Engine:
         """An engine of this pair; `how` as `Engine` takes it. All of them learn from each other
         which draft length pays. On a GPU the first one races compiled rounds against eager ones,

@@ -14,8 +14,8 @@ import mlx.core as mx
 
 from mlx_mtp.engine.calibrate import Calibration
 from mlx_mtp.errors import LoadError, UsageError
+from mlx_mtp.folders import data_folder
 from mlx_mtp.kernels.launch import on_metal
-from mlx_mtp.kernels.profile import data_folder
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.layers import on_cpu
 from mlx_mtp.models.target import Target

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -14,14 +13,6 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_mtp.kernels.race import STOCK, Outcome
-
-
-def data_folder() -> Path:
-    """Where this program keeps what it learns: $XDG_DATA_HOME/mlx-mtp where that is set, else
-    ~/Library/Application Support/mlx-mtp on a Mac, ~/.local/share/mlx-mtp elsewhere."""
-    mac = sys.platform == "darwin"
-    usual = Path("Library", "Application Support") if mac else Path(".local", "share")
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / usual) / "mlx-mtp"
 
 
 def machine() -> dict[str, str]:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_mtp.kernels import profile as profiles
-from mlx_mtp.kernels.profile import Profile, data_folder
+from mlx_mtp.kernels.profile import Profile
 from mlx_mtp.kernels.race import Outcome
 
 
@@ -52,15 +51,3 @@ def test_a_profile_of_something_else_is_ignored_with_a_line(tmp_path, what):
     assert profile == Profile()
     assert notice is not None
     assert "another machine" in notice
-
-
-def test_the_folder_is_the_users(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
-    monkeypatch.setattr(profiles.sys, "platform", "linux")
-    assert data_folder() == tmp_path / ".local" / "share" / "mlx-mtp"
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    assert data_folder() == tmp_path / "data" / "mlx-mtp"
-    monkeypatch.delenv("XDG_DATA_HOME")
-    monkeypatch.setattr(profiles.sys, "platform", "darwin")
-    assert data_folder() == tmp_path / "Library" / "Application Support" / "mlx-mtp"
