@@ -155,14 +155,12 @@ def session_name(left: Left) -> str | None:
 def usage(answer: Answer | None) -> dict[str, Any]:
     """Of an answer as far as it got; None: of a request that never ran."""
     stats = None if answer is None else answer.request.stats
-    prompt, said, cached = (
-        (stats.prompt_tokens, stats.completion_tokens, stats.cached_tokens) if stats else (0, 0, 0)
-    )
+    prompt, said = (stats.prompt_tokens, stats.completion_tokens) if stats else (0, 0)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": said,
         "total_tokens": prompt + said,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": stats.cached_tokens if stats else 0},
     }
 
 

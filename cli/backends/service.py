@@ -35,10 +35,6 @@ class Busy(MtpError):
     """As many jobs wait as may."""
 
 
-class Closing(MtpError):
-    """The service ends and takes no more jobs."""
-
-
 class NotLoaded(MtpError):
     """The model could not be loaded, for a reason with this exit code."""
 

@@ -27,7 +27,6 @@ from mlx_mtp.cli.backends import openai
 from mlx_mtp.cli.backends.service import (
     Busy,
     Cancelled,
-    Closing,
     Job,
     NotLoaded,
     Service,
@@ -57,20 +56,20 @@ BODIES = {
 }
 
 
-class Invalid(MtpError):
-    """A line that is no JSON-RPC request, or asks for no method of ours."""
+class Refused(MtpError):
+    """A line that asks for nothing that there is, by what JSON-RPC or we ourselves say."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
         self.code = code
 
 
-PARSE, INVALID, UNKNOWN, INTERNAL, MEMORY = -32700, -32600, -32601, -32603, -32003
+PARSE, INVALID, UNKNOWN, INTERNAL = -32700, -32600, -32601, -32603
+MEMORY, CLOSING = -32003, -32004
 CODES: list[tuple[type[Exception], int]] = [
     (Cancelled, -32800),
     (Busy, -32001),
     (NotLoaded, -32002),
-    (Closing, -32004),
     (FitError, MEMORY),
     (MemoryError, MEMORY),
     (UsageError, -32602),
@@ -110,12 +109,12 @@ def lines(read: Callable[[], bytes], most: int = MAX_LINE) -> Iterator[bytes | N
 
 
 def parse(line: bytes) -> Any:
-    """Raises Invalid for what is no JSON, as NaN is none."""
+    """Raises Refused for what is no JSON, as NaN is none."""
     try:
         text = line.decode("utf-8-sig")
         return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise Invalid(PARSE, f"no JSON: {error}") from None
+        raise Refused(PARSE, f"no JSON: {error}") from None
 
 
 def _finite(text: str) -> float:
@@ -345,26 +344,26 @@ class Connection:
         name = None
         try:
             if line is None:
-                raise Invalid(PARSE, f"the line is longer than {MAX_LINE} bytes")
+                raise Refused(PARSE, f"the line is longer than {MAX_LINE} bytes")
             if not line.strip():
                 return
             message = parse(line)
             if isinstance(message, dict) and "jsonrpc" not in message:
                 message = _bare(message, number)
             if isinstance(message, list):
-                raise Invalid(INVALID, "batches are not taken: send one request a line")
+                raise Refused(INVALID, "batches are not taken: send one request a line")
             if not isinstance(message, dict):
-                raise Invalid(INVALID, "a message is an object")
+                raise Refused(INVALID, "a message is an object")
             given = message.get("id")
             if isinstance(given, bool) or not isinstance(given, (str, int, float, type(None))):
-                raise Invalid(INVALID, "id must be a string, a number or null")
+                raise Refused(INVALID, "id must be a string, a number or null")
             if "id" in message and given in self._live:
                 # Not with that id, or the first request would take it for its answer.
-                raise Invalid(INVALID, f"the id {given!r} is that of a request not answered yet")
+                raise Refused(INVALID, f"the id {given!r} is that of a request not answered yet")
             name = given
             method, params = message.get("method"), message.get("params", {})
             if message.get("jsonrpc") != "2.0" or not isinstance(method, str):
-                raise Invalid(INVALID, 'a request has "jsonrpc": "2.0" and a method')
+                raise Refused(INVALID, 'a request has "jsonrpc": "2.0" and a method')
             if "id" not in message:
                 self._notified(method, params)
                 return
@@ -389,9 +388,9 @@ class Connection:
 
     def _submit(self, name: Any, method: str, params: Message) -> None:
         if method not in BODIES:
-            raise Invalid(UNKNOWN, f"there is no method {openai.shown(method)}")
+            raise Refused(UNKNOWN, f"there is no method {openai.shown(method)}")
         if self._closing:
-            raise Closing("shutting down: no more requests are taken")
+            raise Refused(CLOSING, "shutting down: no more requests are taken")
         counted = method == "tokens.count"
         check = openai.completion if counted and "prompt" in params else BODIES[method]
         rpc = Rpc(self, name, method, check(params, self._draft_len))
@@ -480,9 +479,7 @@ class Connection:
                     continue
                 rpc.seen, rpc.said = seen, now
                 params = {"id": rpc.name, "phase": seen[0], "done": seen[1], "total": seen[2]}
-                self.writer.put(
-                    Line({"method": "progress", "params": params}, rpc), LINES + ANSWERS
-                )
+                self._say({"method": "progress", "params": params}, rpc)
 
 
 def _bare(body: Message, number: int) -> Message:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.cli.backends.service import Busy, Cancelled, Closing, NotLoaded
-from mlx_mtp.cli.backends.stdio import Invalid, Line, Writer, encode, failure_of, lines, parse
+from mlx_mtp.cli.backends.service import Busy, Cancelled, NotLoaded
+from mlx_mtp.cli.backends.stdio import Line, Refused, Writer, encode, failure_of, lines, parse
 from mlx_mtp.errors import ContextError, FitError, LoadError, MtpError, UsageError
 
 
@@ -60,7 +60,7 @@ def test_lines_are_the_same_however_they_come(content, cuts):
     ids=lambda line: repr(line[:12]),
 )
 def test_what_is_no_json(line):
-    with pytest.raises(Invalid) as refused:
+    with pytest.raises(Refused) as refused:
         parse(line)
     assert failure_of(refused.value)["code"] == -32700
 
@@ -86,7 +86,7 @@ def test_what_is_written_is_utf8_on_one_line():
         (FitError("x"), -32003),
         (MemoryError("x"), -32003),
         (RuntimeError("[malloc] Unable to allocate 7 bytes"), -32003),
-        (Closing("x"), -32004),
+        (Refused(-32004, "x"), -32004),
         (UsageError("x"), -32602),
         (ContextError(7, 5), -32602),
         (MtpError("x"), -32603),
