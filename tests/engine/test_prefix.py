@@ -190,6 +190,27 @@ def test_any_traffic_says_what_fresh_engines_say(target, seed, rows):
     assert cached > 0
 
 
+def test_j05_j06_memory_is_flat_over_requests_and_cancels(target):
+    """Two hundred, a quarter of them cancelled, under a budget that is soon full."""
+    rng = random.Random(3)
+    budget = 4 * KVLayout(target.config.text, mx.float32).nbytes(1, 256)
+    engine = Engine(target, make_drafter(), rows=2, cache_bytes=budget)
+    levels = []
+    for i in range(200):
+        prompt = [*SYSTEM, *turn(40, i)]
+        request = Request(prompt, 4, draft_len=3, snapshots=(len(SYSTEM), len(prompt) - 2))
+        engine.add(request)
+        for _ in range(rng.randrange(4) if i % 4 == 0 else 99):
+            if not engine.busy:
+                break
+            engine.step()
+        engine.cancel(request)
+        if i % 20 == 19:
+            mx.clear_cache()
+            levels.append(mx.get_active_memory())
+    assert max(levels[2:]) <= 1.05 * min(levels[2:])
+
+
 def test_snapshots_are_kept_at_the_system_message_and_the_last_turns():
     slot = Slot()
     for length in (10, 20, 30, 40, 50, 60, 60):
