@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from mlx_mtp.pair import Pair
     from mlx_mtp.weights.checkpoint import Progress
 
-CACHE_SHARE = 0.25  # of the memory that weights leave
 HELP = """Answer JSON-RPC 2.0 requests on stdin, one a line, with lines on stdout.
 
 Methods: chat.completions and completions with OpenAI's bodies, "stream": true for chunks as they
@@ -83,8 +82,7 @@ def stdio(
         return pair
 
     def make(pair: Pair) -> Engine:
-        left = max(0, (pair.memory_limit or 0) - pair.weights_bytes)
-        cache = int(left * CACHE_SHARE if cache_gb is None else cache_gb * 1e9)
+        cache = pair.cache_bytes() if cache_gb is None else int(cache_gb * 1e9)
         with wrong_options_end_it():
             return pair.engine(kv_bits=kv_bits, max_kv=max_kv, rows=parallel, cache_bytes=cache)
 

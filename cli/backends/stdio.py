@@ -312,7 +312,8 @@ class Connection:
     def names(self) -> list[str]:
         """What a body may call the model; the last one is its own."""
         pair = self.service.pair
-        return [self._model, self._model if pair is None else pair.name]
+        name = self._model if pair is None else pair.name
+        return ["default", self._model, name.rpartition("/")[2], name]
 
     def serve(self, read: Callable[[], bytes]) -> int:
         """Answers what is read until EOF or `exit`; returns the exit code. WAITS for the requests

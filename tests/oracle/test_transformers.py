@@ -160,7 +160,8 @@ def test_drafts_after_any_number_accepted(pair: Any, name: str) -> None:
         proposed[accepted:] = [(token + 1) % VOCAB for token in proposed[accepted:]]
         drafts = mx.array([proposed], dtype=mx.int32)
         hidden, kv = round.verify(both.ours, row.layout, state, drafts, shape)
-        state, _ = round.accept(both.ours, state._replace(kv=kv), drafts, hidden, shape)
+        made = round.Proposed(drafts, mx.zeros((1,), mx.int32), hidden, kv)
+        state, _ = round.accept(both.ours, state, made, shape)
         committed += accepted + 1
         assert int(state.length) == committed
         assert int(state.bonus) == text[committed]
