@@ -48,7 +48,7 @@ SCHEMA = {
     "properties": {
         "name": {"type": "string", "maxLength": 20},
         "kind": {"enum": ["class", "function", "module"]},
-        "lines": {"type": "integer"},
+        "lines": {"type": "integer", "minimum": 0, "maximum": 9999},
         "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
     },
     "required": ["name", "kind", "lines", "tags"],
