@@ -196,11 +196,9 @@ def score(
         return Scores(values, tokens, None, found.finite.reshape(B, T))
     logits, ids = model.scores(hidden)
     values = process(logits, ids, places, processors, said)
-    finite = None
     if masks is not None:
         values = permit(values, ids, masks)
-        finite = mx.isfinite(logits.sum(-1)) & (values.max(-1) > -mx.inf)
-    return Scores(values, ids, logits, finite)
+    return Scores(values, ids, logits, None)
 
 
 def accept(
@@ -224,6 +222,10 @@ def accept(
     assert finite is not None
     right = mx.cumprod((drafts == tokens[:, :k]).astype(mx.int32), axis=-1)
     n = mx.minimum(right.sum(-1), state.budget)
+    if masks is not None:
+        # A draft that was not accepted may lead to where nothing can be said.
+        behind = mx.arange(k + 1) > n[:, None]
+        finite &= (scores.values.max(-1) > -mx.inf) | behind
     every = mx.arange(rows)
     kept = state.active == 1
     emitted = (mx.arange(k + 1) <= n[:, None]) * state.active[:, None]

@@ -128,6 +128,22 @@ def test_a_place_where_nothing_may_be_said_ends_that_row_alone(target, expected)
     assert first.finish_reason == "error"
 
 
+@pytest.mark.parametrize("draft_len", [0, 2, 8])
+def test_a_draft_that_leads_nowhere_ends_nothing(target, expected, draft_len):
+    """Where it may come itself but is not chosen, what could follow it is of no matter."""
+    at, other = next(
+        (i, token)
+        for i in range(4, 30)
+        for token in Steps().allowed(expected[i - 1])
+        if token not in expected
+    )
+    script = [*PROMPT, *expected[:at], other, *expected[at + 1 :]]
+    engine = Engine(target, ScriptedDrafter([script], lambda row, place: False))
+    request = Request(list(PROMPT), 40, draft_len=draft_len, grammar=Steps(last=other))
+    assert run(engine, request) == [expected]
+    assert request.finish_reason == "length"
+
+
 class Outgrown(Steps):
     """Gives up after so many tokens, in one of its methods."""
 
