@@ -7,7 +7,7 @@ shapes occur; an unused row of a bucket decodes into nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 from mlx.utils import tree_map
@@ -105,7 +105,7 @@ class Batch:
             if alone or at is None:
                 assert source is not None
                 source = self.layout.fork(source, found.length, capacity_for(len(prompt) + BLOCK))
-            slot = Slot(slot.ids, slot.snapshots, session=session, used=slot.used)
+            slot = replace(slot, kv=None)
         if row.slot is not slot and left is not None and self.prefixes.park(row.slot, left):
             left = None
         kv = source or left or self.layout.allocate(1, capacity_for(len(prompt) + BLOCK))
@@ -114,7 +114,7 @@ class Batch:
             kv = self.layout.with_rings(kv, found.snapshot.rings)
         if self.layout.capacity(kv) < len(prompt) + BLOCK:
             kv = self.layout.grow(kv, capacity_for(len(prompt) + BLOCK))
-        slot.rewind(found.length)
+        slot.rewind(found.length, found.snapshot)
         slot.session, row.slot = session, slot
         return row, kv, found.length
 

@@ -42,8 +42,8 @@ class Memory:
             capacity *= 2
         return context
 
-    def left(self, prompt: int, *, rows: int, used: int) -> int | None:
-        """Bytes that are left beside the KV of a new prompt; None for no limit."""
+    def left(self, positions: int, *, rows: int, used: int) -> int | None:
+        """Bytes that are left beside new buffers of so many positions; None for no limit."""
         if self.limit is None:
             return None
-        return max(self.limit - used - self.layout.nbytes(rows, capacity_for(prompt + BLOCK)), 0)
+        return max(self.limit - used - self.layout.nbytes(rows, capacity_for(positions)), 0)

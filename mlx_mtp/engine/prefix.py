@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from mlx_mtp.engine.kv import BLOCK, Buffers, KVLayout, nbytes
+import mlx.core as mx
+
+from mlx_mtp.engine.kv import BLOCK, Buffers, KVLayout, capacity_for, nbytes
 
 MOST_SLOTS = 8
 LEAST_FORKED = 32  # tokens; for fewer a copy of the buffers does not pay
@@ -19,23 +21,31 @@ LEAST_FORKED = 32  # tokens; for fewer a copy of the buffers does not pay
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The sliding layers' buffers when `length` tokens were in KV."""
+    """The sliding layers' buffers when `length` tokens were in KV; written: see `Slot`."""
 
     length: int
     rings: Buffers
+    written: int = 0
 
 
 @dataclass(eq=False)
 class Slot:
     """One conversation's KV. ids: the tokens in it, once no request runs on it. kv: one row, or
     None while it lies in a row of the batch. session: the name under which it is asked for.
-    used: when it was last, counted in requests."""
+    used: when it was last, counted in requests. written: the position up to which its rings hold
+    what was cut off since."""
 
     ids: list[int] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
     kv: Buffers | None = None
     session: str | None = None
     used: int = 0
+    written: int = 0
+
+    @property
+    def reach(self) -> int:
+        """No position from here on was written: rounds in flight bring up to two blocks."""
+        return max(self.written, len(self.ids) + 2 * BLOCK)
 
     def keep(self, snapshot: Snapshot) -> None:
         """Of many snapshots the first one, behind the system message, and the last four stay:
@@ -43,8 +53,10 @@ class Slot:
         others = [s for s in self.snapshots if s.length != snapshot.length]
         self.snapshots = [*others[:1], *others[1:][-3:], snapshot]
 
-    def rewind(self, length: int) -> None:
-        """What comes after `length` tokens is about to be overwritten."""
+    def rewind(self, length: int, snapshot: Snapshot | None = None) -> None:
+        """What comes after `length` tokens is about to be overwritten, with the rings as they are
+        or as a snapshot has them."""
+        self.written = snapshot.written if snapshot else self.reach
         self.ids = self.ids[:length]
         self.snapshots = [s for s in self.snapshots if s.length <= length]
 
@@ -92,9 +104,14 @@ class Prefixes:
         return bool(self.budget) and not found.whole and not same
 
     def park(self, slot: Slot, kv: Buffers) -> bool:
-        """Keep a slot that has to leave its row, where it is worth it."""
+        """Keep a slot that has to leave its row, where it is worth it, in buffers no longer than
+        it needs. They are evaluated: a copy that is only described holds the whole batch's."""
         kept = bool(self.budget and slot.ids)
         if kept:
+            room = capacity_for(len(slot.ids) + BLOCK)
+            if self.layout.capacity(kv) > room:
+                kv = self.layout.fork(kv, len(slot.ids), room)
+            mx.async_eval(kv)
             slot.kv = kv
             self.parked.append(slot)
         return kept
@@ -129,16 +146,14 @@ class Prefixes:
     def _reuse(self, slot: Slot, prompt: Sequence[int]) -> Found:
         ids = slot.ids
         same = common_prefix(ids, prompt[:-1])
-        if same == len(ids) or (same >= LEAST_FORKED and self._rewinds(len(ids), same)):
+        if same == len(ids) or (same >= LEAST_FORKED and self._rewinds(slot.reach, same)):
             return Found(slot, same)
         usable = [s for s in slot.snapshots if LEAST_FORKED <= s.length <= same]
         return Found(slot, usable[-1].length, usable[-1]) if usable else Found(slot, 0)
 
-    def _rewinds(self, length: int, to: int) -> bool:
-        """Whether the window behind `to` still stands in rings that were written up to two blocks
-        past `length`."""
-        start = max(to - self.layout.text.sliding_window, 0)
-        return length + 2 * BLOCK <= start + self.layout.ring
+    def _rewinds(self, reach: int, to: int) -> bool:
+        """Whether the window behind `to` still stands in rings that were written up to `reach`."""
+        return reach <= max(to - self.layout.text.sliding_window, 0) + self.layout.ring
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

@@ -341,7 +341,10 @@ class Engine:
         if copies is None:
             shape = Shape(shape.steps)
         k = shape.draft_len
-        moved |= batch.grow(batch.bound + k + 1)
+        positions = batch.bound + k + 1
+        if moved or positions > self.layout.capacity(batch.state.kv):
+            self._make_room(positions)
+        moved |= batch.grow(positions)
         self.grown += moved
         logprobs = [r.logprobs for _, r in serve if r.logprobs is not None]
         graph = RoundShape(
@@ -445,18 +448,23 @@ class Engine:
             return
         request = self._waiting.popleft()
         row, kv, done = batch.admit(request)
-        used = mx.get_active_memory() - self.cached_bytes
-        left = self.memory.left(len(request.prompt), rows=len(batch.rows), used=used)
-        batch.prefixes.trim(batch.slots, left)
+        self._make_room(len(request.prompt) + BLOCK)
         request.stats.cached_tokens = done
         if 0 < done < max(self._stops(request), default=0):
             # A new turn of the user's: it may be written anew.
-            row.slot.keep(Snapshot(done, self.layout.rings(kv)))
+            row.slot.keep(Snapshot(done, self.layout.rings(kv), row.slot.written))
         row.started = time.perf_counter()
         row.length = 0
         # Rounds in between write behind an unused row's length, too: not where it ended before.
         batch.sync({batch.rows.index(row)})
         self._prefill = Prefill(row, request, kv, done)
+
+    def _make_room(self, positions: int) -> None:
+        """Let go of KV that only waits, as far as buffers of so many positions a row need it."""
+        batch = self._batch
+        used = mx.get_active_memory() - self.cached_bytes
+        left = self.memory.left(positions, rows=len(batch.rows), used=used)
+        batch.prefixes.trim(batch.slots, left)
 
     def _stops(self, request: Request) -> tuple[int, ...]:
         """Where a prefill stops for a snapshot."""
@@ -476,7 +484,8 @@ class Engine:
         del view
         fill.done += len(chunk)
         if fill.done in self._stops(request):
-            fill.row.slot.keep(Snapshot(fill.done, self.layout.rings(fill.kv)))
+            slot = fill.row.slot
+            slot.keep(Snapshot(fill.done, self.layout.rings(fill.kv), slot.written))
         if final:
             self._join(fill, hidden)
             return [Event(request, [], [], fill.done)]

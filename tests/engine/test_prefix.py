@@ -93,6 +93,19 @@ def test_a_session_is_wound_back_not_forked(target):
     assert ask(engine, SYSTEM + turn(40, 3)).stats.cached_tokens == 0
 
 
+@pytest.mark.parametrize("cache_bytes", [0, ROOM])
+def test_wound_back_again_and_again(target, cache_bytes):
+    """A little further every time: rings hold what the first text wrote far behind it."""
+    engine = Engine(target, make_drafter(), cache_bytes=cache_bytes)
+    ask(engine, turn(60, 1), tokens=6, draft_len=8, session="a")
+    cached = 0
+    for seed in range(6):
+        prompt = [*engine._batch.rows[0].slot.ids[:-5], seed + 3]
+        request = ask(engine, prompt, tokens=1, draft_len=8, session="a")
+        cached += request.stats.cached_tokens
+    assert cached > 0
+
+
 def test_without_a_budget_only_the_row_itself_is_gone_on_from(target):
     engine = Engine(target, make_drafter())
     prompt = SYSTEM + turn(40, 1)
@@ -136,6 +149,41 @@ def test_what_is_kept_stays_within_the_budget_and_within_memory(target):
     tight.memory.limit = mx.get_active_memory() + one
     ask(tight, turn(50, 3), tokens=2)
     assert tight.cached_bytes <= one
+
+
+def test_a_short_conversation_takes_little_beside_a_long_one(target):
+    """It leaves a row of long buffers, by itself or with others, and does not hold on to them."""
+    layout = KVLayout(target.config.text, mx.float32)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    engine = Engine(target, make_drafter(), rows=4, cache_bytes=ROOM)
+    engine.add(Request(turn(9000, 0), 200, draft_len=0))
+    for i in range(3):
+        engine.add(Request(turn(50, 1 + i), 3 + i))
+    while len(engine._batch.running) < 4:
+        engine.step()
+    for i in range(3):
+        short = Request(turn(60, 5 + i), 3)
+        engine.add(short)
+        while short.finish_reason is None:
+            engine.step()
+    while engine.busy:
+        engine.step()
+    assert len(engine._batch.prefixes.parked) >= 4
+    mx.eval(engine._batch.state)
+    assert mx.get_active_memory() - before < 1.5 * layout.nbytes(1, 1 << 14)
+
+
+def test_what_is_kept_makes_room_for_a_text_that_grows(target):
+    one = KVLayout(target.config.text, mx.float32).nbytes(1, 1024)
+    engine = Engine(target, cache_bytes=ROOM)
+    for i in range(6):
+        run(engine, Request(turn(800, i), 2))
+    limit = engine.memory.limit = mx.get_active_memory() + one
+    mx.reset_peak_memory()
+    run(engine, Request(turn(40, 9), 3000))
+    assert mx.get_peak_memory() < limit + one / 2
+    assert engine.cached_bytes > 0
 
 
 def test_the_oldest_of_many_goes(target):
