@@ -489,7 +489,7 @@ class Engine:
         if final:
             self._join(fill, hidden)
             return [Event(request, [], [], fill.done)]
-        marker = fill.kv[-1][0][0, 0, 0, 0]
+        marker = fill.kv[-1][0][0, 0, 0, 0] + 0  # no view: that would make the next chunk copy
         mx.async_eval(marker, fill.kv)
         fill.chunks.append(marker)
         if len(fill.chunks) > 2:

@@ -6,12 +6,14 @@ by it. Nothing here is timed.
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
 
 from mlx_mtp.config import FULL
+from mlx_mtp.engine.requests import Request
 
 from . import peaks
-from .pairs import make_target
+from .pairs import make_target, run
 
 SLOTS = 1 << 16
 
@@ -39,6 +41,20 @@ def test_a_copy_would_be_seen():
     """The test above can fail: a name that still holds the old buffers makes a round copy them."""
     engine = peaks.make_engine()
     assert peaks.of_rounds(engine, 1, SLOTS, hold=True) > smallest_buffer(engine)
+
+
+def test_a_prefill_writes_in_place():
+    """Chunk after chunk with no wait between them, into a row that has long buffers already."""
+    engine = peaks.make_engine()
+    engine.prefill_chunk = 32
+    engine._batch.grow(SLOTS - 1)
+    mx.eval(engine._batch.state)
+    resting = mx.get_active_memory()
+    mx.reset_peak_memory()
+    request = Request([3] * 300, 2, draft_len=1)
+    run(engine, request)
+    assert engine.layout.capacity(engine._batch.state.kv) == SLOTS
+    assert mx.get_peak_memory() - resting < smallest_buffer(engine) / 2
 
 
 @pytest.mark.parametrize("chunk", [128, 512])
