@@ -16,11 +16,20 @@ class Memory:
     limit: int | None
 
     def positions(
-        self, prompt: int, answer: int, *, rows: int, held: int, used: int, context: int
+        self,
+        prompt: int,
+        answer: int,
+        *,
+        rows: int,
+        held: int,
+        least: int,
+        used: int,
+        context: int,
     ) -> int:
         """How many positions there is room for in `rows` rows, as far as `prompt` and `answer`
         need it. KV is new memory unless the buffers, of `held` slots, are long enough already:
-        while they grow, the old ones stand beside the new. used: bytes that are taken for good.
+        while they grow, the old ones stand beside the new. least: slots that other rows need, for
+        all have as many. used: bytes that are taken for good.
         Raises FitError if the prompt alone does not fit."""
         if self.limit is None:
             return context
@@ -29,7 +38,7 @@ class Memory:
         def needed(*capacities: int) -> int:
             return sum(self.layout.nbytes(rows, c) for c in capacities if c > held)
 
-        capacity = capacity_for(prompt + BLOCK)
+        capacity = max(capacity_for(prompt + BLOCK), least)
         if needed(capacity) > free:
             raise FitError(
                 f"a prompt of {prompt} tokens needs {needed(capacity) / 1e6:.1f} MB of KV, but "

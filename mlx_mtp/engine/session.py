@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_mtp.engine.batch import Batch, Row
 from mlx_mtp.engine.copying import Copies, CopyIndex
 from mlx_mtp.engine.draft_length import AutoLength, DraftLength, Outcome, Shape
-from mlx_mtp.engine.kv import BLOCK, Buffers, KVLayout, nbytes
+from mlx_mtp.engine.kv import BLOCK, Buffers, KVLayout, capacity_for, nbytes
 from mlx_mtp.engine.memory import Memory
 from mlx_mtp.engine.policy import Clock, Policy
 from mlx_mtp.engine.prefix import Slot, Snapshot
@@ -165,13 +165,21 @@ class Engine:
 
     def _room(self, prompt: int, answer: int) -> int:
         """Positions that context and memory have room for, beside all that runs and waits."""
-        beside = len(self._batch.running) + len(self._waiting) + (self._prefill is not None)
-        kv, rows = self._batch.state.kv, self._batch.bucket(beside + 1)
+        batch, prompts = self._batch, [request.prompt for request in self._waiting]
+        if self._prefill:
+            prompts.append(self._prefill.request.prompt)
+        rows = batch.bucket(len(batch.running) + len(prompts) + 1)
+        held = self.layout.capacity(batch.state.kv) if batch.state.kv else 0
         return self.memory.positions(
             prompt,
             answer,
             rows=rows,
-            held=self.layout.capacity(kv) if kv and rows <= len(self._batch.rows) else 0,
+            held=held if rows <= len(batch.rows) else 0,
+            least=max(
+                held * bool(batch.running),
+                *(capacity_for(len(other) + BLOCK) for other in prompts),
+                0,
+            ),
             used=mx.get_active_memory() - self.cached_bytes,
             context=self.context,
         )

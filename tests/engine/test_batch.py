@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import mlx.core as mx
@@ -193,6 +194,24 @@ def test_memory_is_planned_for_all_rows_that_wait(target):
         engine.add(request)
     assert requests[0].max_tokens == 1000
     assert requests[-1].max_tokens < 300
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_memory_is_planned_for_rows_as_long_as_the_longest(target, steps):
+    """All rows of a batch have as many slots: beside a long one a short one takes as much."""
+    gc.collect()  # what an error's traceback holds would be counted
+    layout = Engine(target).layout
+    engine = Engine(target, rows=2, prefill_chunk=4096)
+    engine.memory.limit = mx.get_active_memory() + 3 * layout.nbytes(1, 1 << 13) // 2
+    engine.add(Request([3] * 5000, 20))
+    for _ in range(steps):
+        engine.step()
+    with pytest.raises(FitError, match="2 tokens needs"):
+        engine.add(Request([7, 8], 5))
+    alone = Engine(target)
+    alone.memory.limit = mx.get_active_memory() + 3 * layout.nbytes(1, 1 << 13) // 2
+    alone.add(Request([3] * 5000, 20))
+    alone.add(Request([7, 8], 5))
 
 
 def test_a_request_is_given_to_one_engine_once(target):
