@@ -179,6 +179,8 @@ class Chat:
                 self.load(_file(argument))
             case "/clear":
                 self.messages, self.last = [], None
+            case "/think" | "/draft" | "/save" | "/load":
+                raise UsageError(f"{name} needs something else behind it; /help says what")
             case _:
                 raise UsageError(f"{line.strip()} is no command; /help lists them")
 

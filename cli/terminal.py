@@ -79,13 +79,16 @@ class Signals:
 
     def __init__(self) -> None:
         self.caught: int | None = None
-        self.interrupted = False
+        self.interrupted = self._installed = False
         self._ending = set(ENDING)
         self._asking = self._deferred = False
         self._last_words: Callable[[], None] = lambda: None
 
     def install(self) -> None:
-        """In the main thread, once. A signal that the parent had us ignore stays ignored."""
+        """In the main thread. A signal that the parent had us ignore stays ignored."""
+        if self._installed:
+            return
+        self._installed = True
         for number in ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)

@@ -18,12 +18,12 @@ class UsageError(MtpError):
 
 
 class ContextError(UsageError):
-    """A prompt of `tokens` tokens, where `limit` are the most."""
+    """A prompt of `tokens` tokens, or more, where `limit` are the most."""
 
-    def __init__(self, tokens: int, limit: int) -> None:
+    def __init__(self, tokens: int, limit: int, *, counted: bool = True) -> None:
         super().__init__(
-            f"the prompt has {tokens} tokens; the model's context, or max-kv, is {limit} with at "
-            "least one to generate"
+            f"the prompt has {'' if counted else 'more than '}{tokens} tokens; the model's "
+            f"context, or max-kv, is {limit} with at least one to generate"
         )
         self.tokens, self.limit = tokens, limit
 

@@ -176,6 +176,7 @@ def _words(folder: Path, target: Planned[Target]) -> tuple[Tokenizer, ChatTempla
             f"{target.checkpoint.where('tokenizer.json')} has {tokenizer.vocab_size} tokens, but "
             f"the model's vocabulary is {target.text.vocab_size}: it belongs to another model"
         )
+    tokenizer.most_tokens = target.text.max_position_embeddings
     return tokenizer, ChatTemplate.from_folder(folder)
 
 

@@ -35,7 +35,7 @@ KINDS = {bool: "true or false", str: "a string", dict: "an object", int: "a whol
 NUMBERS: dict[str, tuple[type, float, float]] = {
     "temperature": (float, 0, 100),
     "top_k": (int, 0, (1 << 31) - 1),
-    "top_p": (float, 1e-9, 1),
+    "top_p": (float, 0, 1),
     "min_p": (float, 0, 1),
     "repetition_penalty": (float, 1e-9, 100),
     "presence_penalty": (float, -2, 2),
@@ -72,19 +72,20 @@ class Left:
             if number and low <= value <= high and (kind is float or value == int(value)):
                 return kind(value)
             what = KINDS.get(kind, "a number")
-            what += f", {low} to {high}" if low < high else f", {low}"
+            what = f"{what}, {low} to {high}" if low < high else str(low)
         elif isinstance(value, kind):
             return value
         else:
             what = KINDS[kind]
         raise UsageError(f"{self._where}{name} is {shown(value)}; it must be {what}")
 
-    def choice(self, name: str, values: Collection[str], default: str) -> str:
+    def choice(self, name: str, values: Collection[str], default: str | None = None) -> str:
         value = self._given.pop(name, None)
-        if value is not None and (not isinstance(value, str) or value not in values):
+        value = default if value is None else value
+        if not isinstance(value, str) or value not in values:
             known = ", ".join(values)
             raise UsageError(f"{self._where}{name} is {shown(value)}; it must be one of {known}")
-        return value or default
+        return value
 
 
 def chat(given: Mapping[str, Any], draft_len: int | None = None) -> Body:
@@ -93,13 +94,14 @@ def chat(given: Mapping[str, Any], draft_len: int | None = None) -> Body:
     from mlx_mtp.text.messages import checked_messages, checked_tools
 
     left = Left(given)
-    messages, tools = left.take("messages"), left.take("tools") or None
+    _unicode(given)
+    messages = left.take("messages")
     checked_messages(messages)
-    checked_tools(tools)
+    tools = checked_tools(left.take("tools"))
     effort = left.choice("reasoning_effort", THINKING, "none")
     extra = Left(left.take("chat_template_kwargs", dict, default={}), "chat_template_kwargs.")
     response_format = left.take("response_format", dict, default={"type": "text"})
-    kind = Left(response_format, "response_format.").choice("type", ("text", *FORMATS), "text")
+    kind = Left(response_format, "response_format.").choice("type", ("text", *FORMATS))
     ask = Ask(
         messages,
         tools,
@@ -125,6 +127,7 @@ def completion(given: Mapping[str, Any], draft_len: int | None = None) -> Body:
     from mlx_mtp.generation import MAX_TOKENS
 
     left = Left({"max_tokens": MAX_TOKENS} | dict(given))
+    _unicode(given)
     prompt = left.take("prompt")
     ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
     if not isinstance(prompt, str) and not ids:
@@ -233,20 +236,18 @@ class Body:
         return [self.chunk(answer, {}, _finish_reason(answer)), counted][: 1 + self.include_usage]
 
     def result(self, answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The whole answer. logprobs have the form that OpenAI's chat gives them, one a token."""
+        """The whole answer; logprobs are of every token."""
         result = answer.result()
         choice: dict[str, Any] = {"index": 0, "finish_reason": _finish_reason(answer)}
         choice |= {"text": result.text} if self.ask is None else {"message": self.message(answer)}
         choice["logprobs"] = None
         if self.options.logprobs is not None:
-            places = zip(result.token_ids, result.logprobs, strict=True)
-            choice["logprobs"] = {
-                "content": [
-                    _logprob(tokenizer, token, at.logprob)
-                    | {"top_logprobs": [_logprob(tokenizer, *one) for one in at.likeliest]}
-                    for token, at in places
-                ]
-            }
+            places = [
+                _logprob(tokenizer, token, at.logprob)
+                | {"top_logprobs": [_logprob(tokenizer, *one) for one in at.likeliest]}
+                for token, at in zip(result.token_ids, result.logprobs, strict=True)
+            ]
+            choice["logprobs"] = {"content": places} if self.ask else _of_completion(places)
         if self.token_ids:
             choice["prompt_token_ids"] = result.prompt_token_ids
             choice["token_ids"] = result.token_ids
@@ -287,8 +288,12 @@ def _options(left: Left, draft_len: int | None, **more: Any) -> Options:
     numbers = {name: left.take(name, *how) for name, how in NUMBERS.items()}
     seed = left.take("seed", int, -(1 << 63), (1 << 64) - 1)
     length = left.take("draft_len", default=draft_len)
+    if isinstance(length, str) and length != "auto":
+        raise UsageError(f"draft_len is {shown(length)}; it must be 0 to {MAX_DRAFT} or auto")
     if length != "auto":
         length = Left({"draft_len": length}).take("draft_len", int, 0, MAX_DRAFT)
+    if numbers["top_p"] == 0:
+        numbers["top_p"] = 1e-9  # the likeliest token alone
     return Options(
         seed=None if seed is None else seed % (1 << 64),
         stop=_stop(left.take("stop", default=[])),
@@ -324,7 +329,9 @@ def _body(
 def _stop(given: Any) -> tuple[str, ...]:
     stops = [given] if isinstance(given, str) else given
     if not (isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)):
-        raise UsageError(f"stop is {shown(given)}; it must be a text, or a list of texts")
+        raise UsageError(
+            f"stop is {shown(given)}; it must be a text or a list of texts, none empty"
+        )
     if len(stops) > MOST_STOPS:
         raise UsageError(f"stop has {len(stops)} texts; {MOST_STOPS} are the most")
     return tuple(stops)
@@ -361,6 +368,35 @@ def _logprob(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]
     # Of a token that was ruled out it is -inf, which is no number in JSON.
     known = {"token": text.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0)}
     return known | {"bytes": list(text)}
+
+
+def _of_completion(places: list[dict[str, Any]]) -> dict[str, Any]:
+    """Logprobs as OpenAI's completions have them."""
+    texts = [place["token"] for place in places]
+    return {
+        "tokens": texts,
+        "token_logprobs": [place["logprob"] for place in places],
+        "top_logprobs": [
+            {one["token"]: one["logprob"] for one in place["top_logprobs"]} for place in places
+        ],
+        "text_offset": [sum(map(len, texts[:i])) for i in range(len(texts))],
+    }
+
+
+def _unicode(value: Any, place: str = "") -> None:
+    """Raises UsageError naming the place of a text that is no Unicode."""
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{place} is not valid Unicode (a lone surrogate)") from None
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _unicode(key, f"{place}: the name {shown(key)}")
+            _unicode(item, f"{place}.{key}" if place else str(key))
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            _unicode(item, f"{place}[{i}]")
 
 
 def shown(value: object) -> str:

@@ -112,8 +112,10 @@ def parse(line: bytes) -> Any:
     """Raises Refused for what is no JSON, as NaN is none."""
     try:
         text = line.decode("utf-8-sig")
-        return json.loads(text, parse_constant=_finite, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
+        return json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_whole)
+    except RecursionError:
+        raise Refused(PARSE, "the JSON is nested more than some hundred levels deep") from None
+    except ValueError as error:
         raise Refused(PARSE, f"no JSON: {error}") from None
 
 
@@ -121,6 +123,12 @@ def _finite(text: str) -> float:
     if math.isfinite(value := float(text)):
         return value
     raise ValueError(f"{text} is no number")
+
+
+def _whole(text: str) -> int:
+    if len(text) <= 4000:
+        return int(text)
+    raise ValueError(f"a number of {len(text)} digits")
 
 
 def encode(message: Message) -> bytes:
@@ -393,6 +401,8 @@ class Connection:
         if self._closing:
             raise Refused(CLOSING, "shutting down: no more requests are taken")
         counted = method == "tokens.count"
+        if counted and {"messages", "prompt"} <= params.keys():
+            raise UsageError("messages and prompt were both given; leave one out")
         check = openai.completion if counted and "prompt" in params else BODIES[method]
         rpc = Rpc(self, name, method, check(params, self._draft_len))
         if self.service.pair is not None:
@@ -413,6 +423,9 @@ class Connection:
     # -- methods that are answered at once ------------------------------------------------------
 
     def _initialize(self, params: Message) -> Message:
+        if params.get("protocol") not in (None, PROTOCOL):
+            asked = openai.shown(params["protocol"])
+            raise UsageError(f"protocol is {asked}; it must be {PROTOCOL}")
         service, pair, engine = self.service, self.service.pair, self.service.engine
         model = {
             "id": self.names()[-1],
@@ -449,7 +462,9 @@ class Connection:
 
     def _cancel(self, params: Message) -> None:
         name = params.get("requestId", ())
-        rpc = None if isinstance(name, (list, dict)) else self._live.get(name)
+        if isinstance(name, (list, dict, tuple)):
+            raise UsageError("requestId is missing, or is none that an id can be")
+        rpc = self._live.get(name)
         if rpc is not None:
             self.service.cancel(rpc)
             if rpc.method == "tokens.count":
@@ -486,6 +501,8 @@ class Connection:
 def _bare(body: Message, number: int) -> Message:
     """A body alone on a line as the request that it stands for."""
     for key, method in (("messages", "chat.completions"), ("prompt", "completions")):
-        if key in body:
-            return {"jsonrpc": "2.0", "id": number, "method": method, "params": body}
+        if key in body and "method" not in body:
+            params = {name: value for name, value in body.items() if name != "id"}
+            name = body.get("id", number)
+            return {"jsonrpc": "2.0", "id": name, "method": method, "params": params}
     return body

@@ -152,7 +152,7 @@ def _tool(given: Any, place: str) -> dict[str, Any]:
     description = function.get("description") or ""
     if not isinstance(description, str):
         raise UsageError(f"{place}: its description must be a text")
-    schema = function.get("parameters") or {}
+    schema = {} if function.get("parameters") is None else function["parameters"]
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         raise UsageError(f"{place}: its parameters must be the schema of an object")
     tool: dict[str, Any] = {"name": name, "description": description}

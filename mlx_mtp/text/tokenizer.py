@@ -15,9 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from mlx_mtp.errors import LoadError, UsageError
+from mlx_mtp.errors import ContextError, LoadError, UsageError
 
 _SPACE = "▁"
+PROBED = 8  # characters for each token of the context: more than any language has
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -41,6 +42,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._control = _any_of(backend.control)
         self.vocab_size = backend.vocab_size
+        self.most_tokens: int | None = None  # that any text may have: the model's context
         self.control: Mapping[str, int] = backend.control
         self.control_ids = frozenset(backend.control.values())
         self.bos_id = backend.control.get(bos or "<bos>")
@@ -63,18 +65,30 @@ class Tokenizer:
         """Token ids; with `bos` exactly one BOS stands first, never two.
 
         `parse_special` makes `<|turn>` written in the text that control token; without it the
-        characters are ordinary text. Raises UsageError for lone surrogates.
+        characters are ordinary text. Raises UsageError for lone surrogates, and ContextError for a
+        text so long that its beginning alone has more than `most_tokens`.
         """
         try:
             text.encode()
         except UnicodeEncodeError:
             raise UsageError("the text is not valid Unicode (a lone surrogate)") from None
         pieces = [text] if parse_special else self._cut(text)
-        ids = [token for piece in pieces for token in self._backend.encode(piece)]
+        ids: list[int] = []
+        for piece in pieces:
+            self._check_length(piece)
+            ids += self._backend.encode(piece)
         if bos and self.bos_id is not None:
             first = next((i for i, token in enumerate(ids) if token != self.bos_id), len(ids))
             ids[:first] = [self.bos_id]
         return ids
+
+    def _check_length(self, text: str) -> None:
+        """A text of many MB takes a minute, only to be refused then."""
+        most = self.most_tokens
+        if most is not None and len(text) > PROBED * most:
+            tokens = len(self._backend.encode(text[: PROBED * most]))
+            if tokens > most + PROBED:
+                raise ContextError(tokens, most, counted=False)
 
     def guard(self, text: str, mark: str) -> str:
         """`text` with `mark` put inside every control token, so that cutting the text at the marks
@@ -125,7 +139,8 @@ class _Fast:
         self._replacements, self._byte_level = _decoder_of(self._rust, path)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._rust.encode(text, add_special_tokens=False).ids
+        # Unlike `encode`, this lets other threads run meanwhile.
+        ids: list[int] = self._rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def token_bytes(self, token: int) -> bytes:

@@ -148,6 +148,7 @@ def test_ctrl_c_ends_an_answer_then_a_line_then_the_chat(terminal, model):
     for typed in (b"never", b"nor this"):
         os.write(here.master, typed)
         here.until(typed.decode())
+        time.sleep(0.2)  # Python's readline hears a signal while it waits, not while it draws
         os.write(here.master, b"\x03")
         here.until("Ctrl-C again, Ctrl-D or /exit leaves")
         here.until("> ")

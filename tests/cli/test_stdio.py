@@ -128,8 +128,11 @@ def test_completions_by_text_and_by_ids(talk):
     (choice,) = first["choices"]
     again = talk.complete(2, prompt=choice["prompt_token_ids"])
     assert again["choices"][0]["text"] == choice["text"]
-    assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 8
-    assert choice["logprobs"]["content"][0]["top_logprobs"][0]["logprob"] <= 0
+    logprobs = choice["logprobs"]
+    assert len(choice["token_ids"]) == len(logprobs["token_logprobs"]) == 8
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert logprobs["text_offset"][:2] == [0, len(logprobs["tokens"][0])]
+    assert all(max(at.values()) <= 0 for at in logprobs["top_logprobs"])
 
 
 def test_a_body_alone_is_a_request(talk):
@@ -259,6 +262,17 @@ def test_nobody_waits_for_what_comes_of_a_notification(talk):
     talk.cancel([])
     talk.complete(1)
     assert [m["id"] for m in talk.seen] == [1]
+
+
+def test_a_prompt_of_many_mb_is_refused_at_once(talk):
+    """It would take half a minute to count its tokens, and nobody else would be heard."""
+    talk.ask(1, "completions", prompt="word " * 4_000_000)
+    started = time.monotonic()
+    error = talk.answer(1)["error"]
+    assert error["code"] == -32602
+    assert "more than" in error["message"]
+    assert error["data"]["tokens"] > error["data"]["limit"]
+    assert time.monotonic() - started < 5
 
 
 def test_a_prompt_longer_than_the_context_says_by_how_much(talk):
