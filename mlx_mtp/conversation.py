@@ -186,7 +186,12 @@ def _grammar(
                 f"tool_choice asks for {ask.tool_choice!r}, but the tools are: "
                 f"{', '.join(names) or 'none'}"
             )
-        return grammars.forced_call(wanted, thinking=ask.thinking, in_thought=open_thought)
+        return grammars.forced_call(
+            [tool for tool in tools or () if tool["function"]["name"] in wanted],
+            thinking=ask.thinking,
+            in_thought=open_thought,
+            most_calls=None if ask.parallel_calls else 1,
+        )
     if ask.response_format is None:
         return None
     tools_too = bool(names) and ask.tool_choice == "auto"

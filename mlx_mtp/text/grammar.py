@@ -1,8 +1,7 @@
 """Answers that fit a grammar: which tokens may come, for each place of a block of drafts.
 
 llguidance (extra `structured`) walks the grammar over bytes. What lies around the constrained text
-is kept here: a thought before it, in which the answer cannot end; a tool call instead of it; the
-free rest of a forced tool call.
+is kept here: a thought before it, in which the answer cannot end; a tool call instead of it.
 A round asks for the masks of all its places: the matcher steps over the drafts and is rolled back,
 which costs the same after any length of text; a copy of it would grow with the text.
 """
@@ -15,9 +14,11 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
 from itertools import islice
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from mlx_mtp.errors import UsageError
+from mlx_mtp.text.lark import call_grammar, named
 from mlx_mtp.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ class Grammar:
     """One answer's place in its grammar. Both methods raise UsageError, which begins with `where`,
     when the text outgrows what llguidance can follow.
 
-    doors: the tokens that may also come at the first place, and where they lead. free_after:
-    everything may come once the grammar is complete.
+    doors: the tokens that may also come at the first place, and where they lead.
     """
 
     matcher: LLMatcher
@@ -54,7 +54,6 @@ class Grammar:
     thought_end: int | None
     phase: _Phase
     doors: Mapping[int, _Phase]
-    free_after: bool
 
     def masks(self, drafts: Sequence[int]) -> npt.NDArray[np.uint32] | None:
         """uint32 [len(drafts) + 1, ceil(V / 32)]: bit t % 32 of word t // 32 at place i says that
@@ -97,8 +96,7 @@ class Grammar:
         elif self.phase is not _Phase.FREE:
             self.matcher.consume_token(token)
             self._check()
-            free = self.free_after and self.matcher.is_accepting()
-            self.phase = _Phase.FREE if free else _Phase.INSIDE
+            self.phase = _Phase.INSIDE
             return True
         return False
 
@@ -150,25 +148,34 @@ class GrammarFactory:
         if kind == "json_schema":
             holder = _value(response_format, kind, Mapping, where)
             source = _value(holder, "schema", dict, f"{where}.json_schema")
+            if not isinstance(holder.get("strict"), (bool, NoneType)):
+                raise UsageError(f"{where}.json_schema.strict: must be true, false or null")
             where = "response_format.json_schema.schema"
         elif kind in ("regex", "grammar"):
             language = "lark" if kind == "grammar" else "regex"
             source = _value(response_format, kind, str, where)
             where = f"response_format.{kind}"
+            if kind == "grammar" and (end := named(source, self._tokenizer.control, self._eos)):
+                raise UsageError(f"{where}: {end} ends the answer, so it cannot be part of it")
         elif kind != "json_object":
             known = "text, json_object, json_schema, regex or grammar"
             raise UsageError(f"{where}.type: must be {known}, not {json.dumps(kind)}")
         return self._grammar(language, source, where, thinking, in_thought, tools=tools)
 
     def forced_call(
-        self, names: Sequence[str], *, thinking: bool, in_thought: bool = False
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        thinking: bool,
+        in_thought: bool,
+        most_calls: int | None,
     ) -> Grammar:
-        """A call of one of the tools: its beginning up to the arguments, then everything may."""
-        if "<|tool_call>" not in self._tokenizer.control:
+        """Calls of the tools, which are in OpenAI's form, and nothing else."""
+        control = self._tokenizer.control
+        if not {"<|tool_call>", "<tool_call|>", '<|"|>'} <= set(control):
             raise UsageError("tool_choice: this checkpoint knows no tool calls")
-        begins = " | ".join(json.dumps(f"call:{name}{{", ensure_ascii=False) for name in names)
-        lark = f"start: <|tool_call> ({begins}) /(?s:.*)/"
-        return self._grammar("lark", lark, "tool_choice", thinking, in_thought, free_after=True)
+        lark = call_grammar(tools, control, most_calls)
+        return self._grammar("lark", lark, "tool_choice", thinking, in_thought)
 
     def _grammar(
         self,
@@ -179,14 +186,17 @@ class GrammarFactory:
         in_thought: bool,
         *,
         tools: bool = False,
-        free_after: bool = False,
     ) -> Grammar:
         try:
             matcher = self._compile(language, source)
+        except ImportError:
+            needs = 'needs llguidance; install it: pip install "mlx-mtp[structured]"'
+            raise UsageError(f"{where.partition('.')[0]}: {needs}") from None
         except ValueError as error:
             if isinstance(source, dict):
                 shared = {key: source[key] for key in _DEFINITIONS if key in source}
                 where += self._place(source, shared, str(error))
+                where = where if len(where) <= 120 else f"{where[:58]}...{where[-58:]}"
             raise UsageError(f"{where}: {error}") from None
         control = self._tokenizer.control
         doors = {}
@@ -202,7 +212,6 @@ class GrammarFactory:
             thought_end=control.get("<channel|>"),
             phase=_Phase.THOUGHT if in_thought else _Phase.FIRST,
             doors=doors,
-            free_after=free_after,
         )
 
     def _place(self, schema: Mapping[str, Any], shared: dict[str, Any], message: str) -> str:
@@ -237,13 +246,8 @@ class GrammarFactory:
 
     @cached_property
     def _llguidance(self) -> LLTokenizer:
-        try:
-            from llguidance import LLTokenizer, TokenizerWrapper
-        except ImportError:
-            raise UsageError(
-                "a response format or a forced tool call needs llguidance; install it: "
-                'pip install "mlx-mtp[structured]"'
-            ) from None
+        from llguidance import LLTokenizer, TokenizerWrapper
+
         words = _Words(self._tokenizer, self._vocabulary, self._eos)
         return LLTokenizer(TokenizerWrapper(words), eos_token=sorted(self._eos))
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.errors import UsageError
 from mlx_mtp.text.grammar import GrammarFactory
+from mlx_mtp.text.output import OutputStream
 from mlx_mtp.text.tokenizer import Tokenizer
 
 EMBEDDED = Path(__file__).parents[2] / "weights/tiny/target"
@@ -126,14 +127,26 @@ def test_e11_whitespace_cannot_run_away(factory, tokenizer):
     assert text == text.strip()
 
 
-@given(seed=st.integers(0, 10**6), start=st.integers(0, 30), wrong=st.integers(0, 9))
-def test_b10_the_masks_of_a_block_are_those_of_single_places(embedded, words, seed, start, wrong):
+@given(
+    seed=st.integers(0, 10**6),
+    start=st.integers(0, 30),
+    wrong=st.integers(0, 9),
+    call=st.booleans(),
+)
+def test_b10_the_masks_of_a_block_are_those_of_single_places(
+    embedded, words, seed, start, wrong, call
+):
     rng, eos = random.Random(seed), eos_of(words)
-    ids = walk(embedded(schema(PERSON)), words, eos, rng)
+    if call:
+        text = '<|tool_call>call:f{b:[1,{x y:-2.5e3}],a:<|"|>a{},<|"|>}<tool_call|>'
+        ids = words.encode(text * 2, bos=False, parse_special=True)
+        whole, alone = (forced(embedded, [tool("f", ["a", "b", "c"], ["a"])]) for _ in range(2))
+    else:
+        ids = walk(embedded(schema(PERSON)), words, eos, rng)
+        whole, alone = embedded(schema(PERSON)), embedded(schema(PERSON))
     block = (ids[start:] + [1] * 8)[:8]
     if wrong < 8:
         block[wrong] = rng.choice([-1, 1, 0, rng.randrange(2100)])
-    whole, alone = embedded(schema(PERSON)), embedded(schema(PERSON))
     for token in ids[:start]:
         whole.accept(token)
         alone.accept(token)
@@ -210,29 +223,166 @@ def test_a_tool_call_may_come_instead(embedded, words):
     assert grammar.masks([5, 5]) is None
 
 
-def test_a_forced_call_is_free_behind_its_name(embedded, words):
-    names = ["get", "get-it", "a.b:c"]
-    begins = [f"call:{name}{{".encode() for name in names]
-    call, seen = words.control["<|tool_call>"], set()
-    for seed in range(20):
-        grammar, rng, text = embedded.forced_call(names, thinking=False), random.Random(seed), b""
-        assert allowed(grammar.masks([])[0]) == [call]
-        grammar.accept(call)
-        while (rows := grammar.masks([])) is not None:
-            options = allowed(rows[0])
-            assert not set(options) & words.control_ids
-            grammar.accept(token := rng.choice(options))
-            text += words.token_bytes(token)
-        (begin,) = (begin for begin in begins if text.startswith(begin))
-        seen.add(begin)
-    assert len(seen) > 1
-    thinking = embedded.forced_call(names, thinking=True)
-    assert set(allowed(thinking.masks([])[0])) == {call, words.control["<|channel>"]}
+def tool(name, keys=(), required=()):
+    parameters = {"type": "object", "properties": {key: {} for key in keys}}
+    parameters |= {"required": list(required)} if required else {}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def forced(embedded, tools, most_calls=None, **settings):
+    settings = {"thinking": False, "in_thought": False} | settings
+    return embedded.forced_call(tools, most_calls=most_calls, **settings)
+
+
+def call_walk(grammar, words, rng, most_calls=None, hurry=30, first=()):
+    """The calls of a random answer, by tokens that the masks allow; it hurries to its end."""
+    stream = OutputStream(words, tools=True, most_calls=most_calls)
+    eos = eos_of(words)
+    ending = {t for t in range(2048) if words.token_bytes(t) in (b"}", b"]", b":")}
+    ending |= words.control_ids
+    for step in range(2000):
+        options = set(allowed(grammar.masks([])[0]))
+        assert options
+        if options & eos:
+            assert eos <= options
+            if step > hurry or rng.random() < 0.3:
+                break
+        options -= eos
+        if step > hurry:
+            options = options & ending - {words.control["<|tool_call>"]} or options
+        if step < len(first):
+            assert first[step] in options
+        token = first[step] if step < len(first) else rng.choice(sorted(options))
+        grammar.accept(token)
+        if stream.add(token):
+            break
+    else:
+        raise AssertionError
+    said = stream.finish()
+    assert said.content == said.thoughts == []
+    return said.calls
+
+
+NAMES = st.from_regex(r"[\w.:/-]{1,12}", fullmatch=True) | st.sampled_from(
+    ["get", "get-it", "a.b:c"]
+)
+ODD = [
+    "a b",
+    'a"b',
+    "\\",
+    "é漢",
+    "😀",
+    "\x7f",
+    "a\nb",
+    "//",
+    "#",
+    '<|"|>',
+    "true",
+    "-1",
+    "x\u2028y",
+]
+NOT_BARE = ["", " a", "a\t", "a:b", "{", "]", "a,b", "\U0010fffd", "\ud800", "\x1f"]
+KEYS = st.sampled_from([*ODD, *NOT_BARE]) | st.text(max_size=8)
+
+
+@settings(deadline=None)
+@given(
+    names=st.lists(NAMES, min_size=1, max_size=3, unique=True),
+    keys=st.lists(KEYS, max_size=5, unique=True),
+    needed=st.integers(0, 5),
+    most_calls=st.sampled_from([None, 1, 3]),
+    seed=st.integers(0, 10**6),
+)
+def test_b09_a_forced_call_is_always_a_call(embedded, words, names, keys, needed, most_calls, seed):
+    tools = [tool(name, keys, keys[:needed]) for name in names]
+    grammar, rng = forced(embedded, tools, most_calls), random.Random(seed)
+    calls = call_walk(grammar, words, rng, most_calls, hurry=rng.choice([5, 30, 100]))
+    bare = {
+        k for k in keys if k and k == k.strip() and not re.search("[][:,{}\U0010fffd\ud800]", k)
+    }
+    assert 1 <= len(calls) <= (most_calls or len(calls))
+    for call in calls:
+        assert call.name in names
+        json.dumps(call.arguments, allow_nan=False)
+        assert set(call.arguments) <= bare or not bare
+        assert set(call.arguments) >= bare & set(keys[:needed])
+
+
+def begin(words, text):
+    return [words.control["<|tool_call>"], *words.encode(text, bos=False)]
+
+
+def test_b09_a_forced_call_gives_each_argument_once(embedded, words):
+    rng, comma = random.Random(0), {t for t in range(2048) if b"," in words.token_bytes(t)}
+    grammar = forced(embedded, [tool("f", ["a", "b"], ["b"])])
+    for token in begin(words, "call:f{a:true"):
+        grammar.accept(token)
+    (texts,) = (words.decode([t]) for t in [next(iter(allowed(grammar.masks([])[0])))])
+    assert texts.startswith(",")  # b must come
+    for token in words.encode(",b:true", bos=False):
+        grammar.accept(token)
+    assert not set(allowed(grammar.masks([])[0])) & comma
+    many = [f"k{i}" for i in range(70)]
+    (call,) = call_walk(forced(embedded, [tool("f", many, many)]), words, rng, hurry=0)
+    assert set(many[:64]) <= set(call.arguments) <= set(many)
+
+
+def test_b09_a_forced_call_is_not_nested_deeper_than_can_be_read(embedded, words):
+    for text in ("call:f{a:" + "[" * 24, "call:f{a:" + "{x:" * 24):
+        grammar, first = forced(embedded, [tool("f")], 1), begin(words, text)
+        (call,) = call_walk(grammar, words, random.Random(0), 1, hurry=len(first), first=first)
+        assert str(call.arguments).count(text[-1]) >= 24
+    opening = {t for t in range(2048) if words.token_bytes(t)[:1] in (b"[", b"{")}
+    grammar = forced(embedded, [tool("f")])
+    for token in begin(words, "call:f{a:" + "[" * 24):
+        grammar.accept(token)
+    assert not set(allowed(grammar.masks([])[0])) & opening
+
+
+def test_b09_a_string_of_a_forced_call_may_be_empty_or_any_text_but_the_mark(embedded, words):
+    quote, mark = words.control['<|"|>'], "\U0010fffd".encode()
+    single = {words.token_bytes(t): t for t in range(2048) if len(words.token_bytes(t)) == 1}
+    grammar = forced(embedded, [tool("f")])
+    for token in [*begin(words, "call:f{a:"), quote, *words.encode('\n "}é', bos=False)]:
+        assert token in allowed(grammar.masks([])[0])
+        grammar.accept(token)
+        if token == quote:
+            assert set(allowed(grammar.masks([])[0])) & words.control_ids == {quote}
+    for byte in mark[:-1]:
+        grammar.accept(single[bytes([byte])])
+    assert single[mark[-2:-1]] in allowed(grammar.masks([])[0])
+    assert single[mark[-1:]] not in allowed(grammar.masks([])[0])
+
+
+def test_b09_how_a_forced_call_begins_and_ends(embedded, words):
+    opener, closer = words.control["<|tool_call>"], words.control["<tool_call|>"]
+    call = [*begin(words, "call:f{}"), closer]
+    for most_calls, after in ((None, {opener}), (1, set()), (2, {opener})):
+        grammar = forced(embedded, [tool("f"), tool("ff")], most_calls)
+        for token in call:
+            options = allowed(grammar.masks([])[0])
+            assert token in options
+            assert not set(options) & eos_of(words)
+            grammar.accept(token)
+        assert set(allowed(grammar.masks([])[0])) == eos_of(words) | after
+    channel = words.control["<|channel>"]
+    grammar = forced(embedded, [tool("f")], thinking=True)
+    assert set(allowed(grammar.masks([])[0])) == {opener, channel}
+    grammar = forced(embedded, [tool("f")], thinking=True, in_thought=True)
+    assert all_but_an_end(grammar.masks([])[0])
+
+
+def test_b09_many_tools_can_be_forced_soon(embedded):
+    tools = [tool(f"tool{i}", [f"key{i}_{j}" for j in range(30)]) for i in range(60)]
+    forced(embedded, tools)
+    begun = time.monotonic()
+    forced(embedded, tools)
+    assert time.monotonic() - begun < 2
 
 
 def test_a_checkpoint_without_tool_calls_cannot_be_forced(factory):
     with pytest.raises(UsageError, match="tool_choice"):
-        factory.forced_call(["get"], thinking=False)
+        forced(factory, [tool("get")])
 
 
 BAD = {
@@ -269,6 +419,10 @@ FORMATS = {
     "response_format.regex: must be a string": {"type": "regex"},
     "response_format.regex: ": {"type": "regex", "regex": "(?=a)b"},
     "response_format.grammar: ": {"type": "grammar", "grammar": "start: nothing"},
+    "response_format.json_schema.strict: must be true": {
+        "type": "json_schema",
+        "json_schema": {"name": "it", "schema": {}, "strict": 1},
+    },
 }
 
 
@@ -278,6 +432,51 @@ def test_i14_an_odd_format_is_refused_in_one_line_naming_the_place(embedded, mes
         embedded(FORMATS[message])
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+ENDING = ["<turn|>", "<eos>", "<[106]>", "<[5,100-110]>", "<[^5-7,106]>", "<[*]>"]
+OTHER = ["<|tool>", "<[107]>", "<[2-105]>", "<[^0-2,106]>", '"<turn|>"', "/<eos>/", '"x" // <eos>']
+OTHER += ['"\\"<eos>"', '/"/ <|tool> "<turn|>"', '"x"\n# <[*]>']
+
+
+@pytest.mark.parametrize("part", ENDING)
+def test_i14_a_grammar_that_names_an_end_is_refused(embedded, part):
+    with pytest.raises(UsageError) as error:
+        embedded({"type": "grammar", "grammar": f'start: "a" {part}'})
+    assert str(error.value).startswith(f"response_format.grammar: {part} ends the answer")
+
+
+@pytest.mark.parametrize("part", OTHER)
+def test_a_grammar_may_name_other_tokens(embedded, part):
+    assert embedded({"type": "grammar", "grammar": f'start: "a" {part}'}) is not None
+
+
+@pytest.mark.parametrize("part", ['"', '"' + '\\"' * 100_000, "/" + "\\/" * 100_000, "<" * 200_000])
+def test_i14_an_odd_grammar_is_refused_soon(embedded, part):
+    begun = time.monotonic()
+    with pytest.raises(UsageError, match=r"response_format\.grammar: "):
+        embedded({"type": "grammar", "grammar": f"start: {part}"})
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_a_schema_may_be_strict(embedded, strict):
+    wanted = schema({"type": "null"})
+    wanted["json_schema"]["strict"] = strict
+    assert embedded(wanted) is not None
+
+
+def test_i14_a_long_place_is_shortened_in_the_middle(embedded):
+    deep = {"type": "strin"}
+    for i in range(30):
+        deep = {"type": "object", "properties": {f"key{i}": deep}}
+    with pytest.raises(UsageError) as error:
+        embedded(schema(deep))
+    place = str(error.value).split(": ")[0]
+    assert place.startswith("response_format.json_schema.schema.properties.key29.")
+    assert place.endswith(".properties.key1.properties.key0")
+    assert "..." in place
+    assert len(place) <= 120
 
 
 def test_i14_large_and_recursive_schemas_work(embedded, words):
@@ -296,7 +495,11 @@ def test_i14_large_and_recursive_schemas_work(embedded, words):
         assert allowed(grammar.masks([])[0]) == [1, words.control["<turn|>"]]
 
 
-def test_without_llguidance_the_extra_is_named(tokenizer, monkeypatch):
+def test_without_llguidance_the_extra_is_named(words, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UsageError, match=re.escape('pip install "mlx-mtp[structured]"')):
-        GrammarFactory(tokenizer, 400, [1])(OBJECT)
+    needs = 'needs llguidance; install it: pip install "mlx-mtp[structured]"'
+    for wanted in (OBJECT, NUMBER):
+        with pytest.raises(UsageError, match=re.escape(f"response_format: {needs}")):
+            GrammarFactory(words, 2100, [1])(wanted)
+    with pytest.raises(UsageError, match=re.escape(f"tool_choice: {needs}")):
+        forced(GrammarFactory(words, 2100, [1]), [tool("get")])
