@@ -14,7 +14,7 @@ from mlx.utils import tree_map
 
 from mlx_mtp.engine.copying import Copies, CopyIndex
 from mlx_mtp.engine.kv import BLOCK, MIN_CAPACITY, Buffers, KVLayout, capacity_for
-from mlx_mtp.engine.prefix import Prefixes, Slot
+from mlx_mtp.engine.prefix import Found, Prefixes, Slot
 from mlx_mtp.engine.processors import Processed, ProcessorState, count
 from mlx_mtp.engine.requests import Request
 from mlx_mtp.engine.round import RoundState
@@ -64,7 +64,13 @@ class Batch:
 
     @property
     def bound(self) -> int:
-        """No row's length exceeds it, whatever the rounds in flight bring."""
+        """No running row's length exceeds it, whatever the rounds in flight bring."""
+        return max((row.length + row.ahead for row in self.running), default=0)
+
+    @property
+    def longest(self) -> int:
+        """The same of all rows: idle ones attend to as little as the others, but write behind
+        their own length."""
         return max(row.length + row.ahead for row in self.rows)
 
     def bucket(self, rows: int) -> int:
@@ -82,41 +88,51 @@ class Batch:
         """A row for a new request; buffers of one row for its prefill, with room for its prompt;
         and how many of its tokens are in them. The bucket grows where all rows are taken; with
         nothing running it is this row alone. `put_kv` brings the buffers back."""
-        prompt, session = request.prompt, request.session
-        found = self.prefixes.find(prompt, [row.slot for row in self.idle], session)
-        slot, forks = found.slot, self.prefixes.forks(found, session)
-        at = next((row for row in self.idle if row.slot is slot), None)
+        idle = [row.slot for row in self.idle]
+        found = self.prefixes.find(request.prompt, idle, request.session)
+        row = self._choose_row(found)
+        kv = self._source(row, found, capacity_for(len(request.prompt) + BLOCK))
+        slot = replace(found.slot, kv=None) if found.forks else found.slot
+        slot.rewind(found.length, found.snapshot)
+        slot.session, row.slot = request.session, slot
+        return row, kv, found.length
+
+    def _choose_row(self, found: Found) -> Row:
+        """The idle row that holds what was found, unless that stays there for others; else one
+        whose loss is the least."""
+        at = self._row_of(found.slot)
         if not self.running:
             self.resize([at or self.rows[0]])
         elif not self.idle:
             self.resize([*self.rows, Row()])
-        # Another conversation's place is taken only where there is no empty one.
-        elsewhere = min(self.idle, key=lambda r: (r is at, len(r.slot.ids) > 0, r.slot.used))
-        row = at if at is not None and not forks else elsewhere
-        alone = len(self.rows) == 1
-        # What the row held, and what the prompt goes on from.
-        left = self._lift(row) if alone or (row is not at and row.slot.ids) else None
-        source = left if alone and at is row else None
-        if source is None and found.length:
-            source = self._lift(at) if at else slot.kv if forks else self.prefixes.take(slot)
-        if forks:
-            if row is at:
-                left = left if alone else self._lift(row)
-            if alone or at is None:
-                assert source is not None
-                source = self.layout.fork(source, found.length, capacity_for(len(prompt) + BLOCK))
-            slot = replace(slot, kv=None)
-        if row.slot is not slot and left is not None and self.prefixes.park(row.slot, left):
-            left = None
-        kv = source or left or self.layout.allocate(1, capacity_for(len(prompt) + BLOCK))
-        del source, left
-        if found.snapshot is not None:
+        if at and not found.forks:
+            return at
+        return min(self.idle, key=lambda r: (r is at, len(r.slot.ids) > 0, r.slot.used))
+
+    def _source(self, row: Row, found: Found, room: int) -> Buffers:
+        """Buffers of one row with what was found in them, and `room` slots or more. What the row
+        held leaves it, if that is not the same."""
+        at = self._row_of(found.slot)
+        if at is row and not found.forks:
+            kv = self._lift(row)
+        else:
+            kv = self._vacate(row)
+            if found.length:
+                kv = self._lift(at) if at and at is not row else self.prefixes.take(found, room)
+        kv = kv or self.layout.allocate(1, room)
+        if found.snapshot:
             kv = self.layout.with_rings(kv, found.snapshot.rings)
-        if self.layout.capacity(kv) < len(prompt) + BLOCK:
-            kv = self.layout.grow(kv, capacity_for(len(prompt) + BLOCK))
-        slot.rewind(found.length, found.snapshot)
-        slot.session, row.slot = session, slot
-        return row, kv, found.length
+        return self.layout.grow(kv, room) if self.layout.capacity(kv) < room else kv
+
+    def _vacate(self, row: Row) -> Buffers:
+        """Park what a row holds where it is worth it; else its buffers, where they are its own."""
+        if not self.prefixes.keeps(row.slot):
+            return self._lift(row) if len(self.rows) == 1 else []
+        self.prefixes.park(row.slot, self._lift(row))
+        return []
+
+    def _row_of(self, slot: Slot) -> Row | None:
+        return next((row for row in self.rows if row.slot is slot), None)
 
     def shrink(self, reserved: Sequence[Row]) -> bool:
         """Use a smaller bucket where the rows in use have room in one."""
@@ -133,7 +149,7 @@ class Batch:
         if rows == self.rows:
             return
         for row in self.rows:
-            if row not in rows and row.slot.ids and self.prefixes.budget:
+            if row not in rows and self.prefixes.keeps(row.slot):
                 self.prefixes.park(row.slot, self._lift(row))
         # A new row starts as a copy of some old one: all it needs is to be finite.
         index = [self.rows.index(row) if row in self.rows else 0 for row in rows]
@@ -197,12 +213,39 @@ class Batch:
             processors=processors,
         )
 
-    def count_first(self, i: int) -> None:
-        """Count row i's bonus token as said: the first of its answer."""
+    def join(self, row: Row, request: Request, first: RoundState) -> None:
+        """A request whose prompt is in its row's KV runs from now on. first: the state of one row
+        behind the choice of its first token."""
+        row.request, row.length, row.ahead = request, len(request.prompt), 0
+        if request.draft_len is None:
+            row.copies = CopyIndex(request.prompt)
+        i, state = self.rows.index(row), self.state
+        self.state = state._replace(
+            bonus=mx.slice_update(state.bonus, first.bonus, mx.array([i]), axes=[0]),
+            hidden=mx.slice_update(state.hidden, first.hidden, mx.array([i]), axes=[0]),
+        )
+        del state
+        self.sync({i})
         only = (mx.arange(len(self.rows)) == i).astype(mx.int32)[:, None]
-        state = self.state
-        processors = count(state.processors, state.bonus[:, None], only)
-        self.state = state._replace(processors=processors)
+        processors = count(self.state.processors, self.state.bonus[:, None], only)
+        self.state = self.state._replace(processors=processors)
+
+    def leave(self, row: Row, ids: list[int]) -> None:
+        """A row's request is over. ids: what of it is in KV, for a prompt that goes on from it."""
+        if row.slot.forgotten or not ids:
+            ids, row.slot = [], Slot()
+        row.slot.ids = ids
+        row.request = row.copies = None
+        row.length, row.ahead = len(ids), 0
+        self.sync({self.rows.index(row)})
+
+    def forget(self, session: str, busy: Sequence[Row]) -> None:
+        """Let go of what is kept under that name; of what lies in a `busy` row, at its end."""
+        self.prefixes.forget(session)
+        for row in self.rows:
+            if row.slot.session == session:
+                row.slot.forgotten = True
+                row.slot = row.slot if row in busy else Slot()
 
     def copies(self, length: int) -> Copies | None:
         """What rows may copy, up to `length` drafts behind what rounds in flight bring; None

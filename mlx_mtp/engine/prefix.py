@@ -9,7 +9,7 @@ need no snapshot, for a length that is smaller is all there is to a rewind.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
@@ -33,7 +33,7 @@ class Slot:
     """One conversation's KV. ids: the tokens in it, once no request runs on it. kv: one row, or
     None while it lies in a row of the batch. session: the name under which it is asked for.
     used: when it was last, counted in requests. written: the position up to which its rings hold
-    what was cut off since."""
+    what was cut off since. forgotten: it is let go of once the request that runs on it ends."""
 
     ids: list[int] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
@@ -41,6 +41,7 @@ class Slot:
     session: str | None = None
     used: int = 0
     written: int = 0
+    forgotten: bool = False
 
     @property
     def reach(self) -> int:
@@ -64,11 +65,13 @@ class Slot:
 @dataclass(frozen=True)
 class Found:
     """What a prompt may go on from: the first `length` tokens of a slot, with the rings of a
-    snapshot, or where that is None as they are."""
+    snapshot, or where that is None as they are. forks: in a copy, so that the conversation in the
+    slot can go on, too."""
 
     slot: Slot
     length: int
     snapshot: Snapshot | None = None
+    forks: bool = False
 
     @property
     def whole(self) -> bool:
@@ -96,31 +99,35 @@ class Prefixes:
         )
         self._requests += 1
         best.slot.used = self._requests
-        return best
+        same = session is not None and best.slot.session == session
+        return replace(best, forks=self.budget > 0 and not best.whole and not same)
 
-    def forks(self, found: Found, session: str | None) -> bool:
-        """Whether to copy what was found, so that its conversation can go on, too."""
-        same = session is not None and found.slot.session == session
-        return bool(self.budget) and not found.whole and not same
+    def keeps(self, slot: Slot) -> bool:
+        """Whether a slot that has to leave its row is worth keeping."""
+        return self.budget > 0 and len(slot.ids) > 0
 
-    def park(self, slot: Slot, kv: Buffers) -> bool:
-        """Keep a slot that has to leave its row, where it is worth it, in buffers no longer than
-        it needs. They are evaluated: a copy that is only described holds the whole batch's."""
-        kept = bool(self.budget and slot.ids)
-        if kept:
-            room = capacity_for(len(slot.ids) + BLOCK)
-            if self.layout.capacity(kv) > room:
-                kv = self.layout.fork(kv, len(slot.ids), room)
-            mx.async_eval(kv)
-            slot.kv = kv
-            self.parked.append(slot)
-        return kept
+    def park(self, slot: Slot, kv: Buffers) -> None:
+        """Keep a slot that leaves its row."""
+        slot.kv = self._cut(kv, len(slot.ids), capacity_for(len(slot.ids) + BLOCK))
+        self.parked.append(slot)
 
-    def take(self, slot: Slot) -> Buffers:
-        """The buffers of a parked slot, which is no longer one."""
+    def take(self, found: Found, room: int) -> Buffers:
+        """What was found in a parked slot, in buffers of `room` slots at most: a copy, or the
+        slot's own, which is then no longer parked."""
+        slot = found.slot
+        assert slot.kv is not None
+        if found.forks:
+            return self.layout.fork(slot.kv, found.length, room)
         self.parked.remove(slot)
         kv, slot.kv = slot.kv, None
-        assert kv is not None
+        return self._cut(kv, found.length, room)
+
+    def _cut(self, kv: Buffers, length: int, room: int) -> Buffers:
+        """`kv`, or where it is longer than `room` a copy of `length` slots. Evaluated: a copy that
+        is only described holds what it is made of."""
+        if self.layout.capacity(kv) > room:
+            kv = self.layout.fork(kv, length, room)
+        mx.async_eval(kv)
         return kv
 
     def nbytes(self, slots: Iterable[Slot]) -> int:

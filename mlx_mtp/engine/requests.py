@@ -95,8 +95,9 @@ class Request:
     those of so many of the likeliest. `stop` is called once for every emitted token, in order, and
     says whether the text stops behind it. `grammar` narrows every choice. `snapshots`: lengths of
     the prompt from which others may go on. `session`: whose KV it may take over. The engine fills
-    the last six fields; `tokens` never holds the EOS token, and `error` says why a request ended
-    with the finish reason "error".
+    the last seven fields; `tokens` never holds the EOS token, and `error` says why a request ended
+    with the finish reason "error". `outgrown`: that was because of what was asked for, for the
+    grammar, or what is suppressed, left nothing to say.
     Raises UsageError for a value out of range.
     """
 
@@ -116,6 +117,7 @@ class Request:
     finish_reason: str | None = None
     ended_by_eos: bool = False
     error: str = ""
+    outgrown: bool = False
     stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
@@ -149,8 +151,11 @@ class Request:
             try:
                 self.grammar.accept(token)
             except MtpError as error:
-                self.finish_reason, self.error = "error", str(error)
+                self.fail(str(error), outgrown=True)
         return True
+
+    def fail(self, error: str, *, outgrown: bool = False) -> None:
+        self.finish_reason, self.error, self.outgrown = "error", error, outgrown
 
 
 @dataclass(frozen=True)

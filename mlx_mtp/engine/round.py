@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -71,8 +72,8 @@ class Logprobs(NamedTuple):
 
 class RoundResult(NamedTuple):
     """tokens: int32 [B, k + 4], the k+1 tokens the target chose, how many drafts were accepted
-    (the row emits one token more), 1 where the logits were finite, 1 where the drafts were
-    copied."""
+    (the row emits one token more; -1: its grammar leaves nothing to say), 1 where the logits were
+    finite, 1 where the drafts were copied."""
 
     tokens: mx.array
     logprobs: Logprobs | None
@@ -99,7 +100,7 @@ def run_round(
 ) -> tuple[RoundState, RoundResult]:
     """The state after one round, and its result; `beside` as in `propose`."""
     proposed = propose(target, drafter, layout, state, copies, shape, beside)
-    return accept(target, state, proposed, shape)
+    return accept(target, state, proposed, None, shape)
 
 
 def propose(
@@ -159,13 +160,13 @@ def verify(
 
 
 class Scores(NamedTuple):
-    """Processed logits [B, T, C] of the tokens `ids` [B, T, C] (None: of all tokens), and either
-    all logits as the model gave them, or whether they are finite, bool [B, T]."""
+    """Processed logits [B, T, C] of the tokens `ids` [B, T, C] (None: of all tokens); whether the
+    model's were finite, bool [B, T]; and where it gave all, those [B, T, V]."""
 
     values: mx.array
     ids: mx.array | None
-    logits: mx.array | None
-    finite: mx.array | None
+    finite: mx.array
+    logits: mx.array | None = None
 
 
 def score(
@@ -193,39 +194,36 @@ def score(
         few = None if shape.sampler == "greedy" else FEW
         found = short.candidates(rows, B, adjust, few, model.clusters_of(rows))
         values, tokens = (part.reshape(B, T, -1) for part in found[:2])
-        return Scores(values, tokens, None, found.finite.reshape(B, T))
+        return Scores(values, tokens, found.finite.reshape(B, T))
     logits, ids = model.scores(hidden)
     values = process(logits, ids, places, processors, said)
     if masks is not None:
         values = permit(values, ids, masks)
-    return Scores(values, ids, logits, None)
+    return Scores(values, ids, mx.isfinite(logits.sum(-1)), logits)
 
 
 def accept(
     target: Target,
     state: RoundState,
     proposed: Proposed,
+    masks: mx.array | None,
     shape: RoundShape,
-    masks: mx.array | None = None,
 ) -> tuple[RoundState, RoundResult]:
-    """Keeps the drafts up to the first that the target would not have chosen there. `masks` [B,
-    k+1, .] say what may be chosen, see `permit`."""
+    """Keeps the drafts up to the first that the target would not have chosen there, or behind
+    which nothing can be said. `masks` [B, k+1, .] say what may be chosen, see `permit`."""
     drafts, copied, hidden, kv = proposed
     rows, k = drafts.shape
     places = state.length[:, None] + mx.arange(1, k + 2)
     said = counts_before(state.processors, drafts)
     scores = score(target, hidden, places, state.processors, said, shape, masks)
     tokens = choose(scores.values, scores.ids, places, state.sampler, shape.sampler)
-    finite = scores.finite
-    if finite is None and scores.logits is not None:
-        finite = mx.isfinite(scores.logits.sum(-1))
-    assert finite is not None
-    right = mx.cumprod((drafts == tokens[:, :k]).astype(mx.int32), axis=-1)
-    n = mx.minimum(right.sum(-1), state.budget)
+    right = drafts == tokens[:, :k]
     if masks is not None:
-        # A draft that was not accepted may lead to where nothing can be said.
-        behind = mx.arange(k + 1) > n[:, None]
-        finite &= (scores.values.max(-1) > -mx.inf) | behind
+        alive = scores.values.max(-1) > -mx.inf
+        right &= alive[:, 1:]
+    n = mx.minimum(mx.cumprod(right.astype(mx.int32), axis=-1).sum(-1), state.budget)
+    if masks is not None:
+        n = mx.where(alive[:, 0], n, -1)
     every = mx.arange(rows)
     kept = state.active == 1
     emitted = (mx.arange(k + 1) <= n[:, None]) * state.active[:, None]
@@ -236,7 +234,7 @@ def accept(
         length=state.length + (n + 1) * state.active,
         processors=count(state.processors, tokens, emitted),
     )
-    tail = [mx.stack([n, finite.all(-1).astype(mx.int32), copied], -1).astype(mx.int32)]
+    tail = [mx.stack([n, scores.finite.all(-1), copied], -1).astype(mx.int32)]
     return after, RoundResult(
         mx.concatenate([tokens, *tail], -1), logprobs_of(scores.logits, tokens, shape.logprobs)
     )
@@ -299,60 +297,47 @@ class Rounds:
         self, state: RoundState, copies: Copies | None, shape: RoundShape
     ) -> tuple[RoundState, RoundResult, bool]:
         """The state after the round, its result, and whether a function was traced for it."""
-        models = self.target, self.drafter
-        if not self.compiled:
-            return *run_round(*models, self.stepwise, state, copies, shape, self.beside), False
-        shape = self._rounded(state, shape)
-        run, fresh = self._run(
-            (shape, *self._key(state, copies)),
-            lambda state, copies: run_round(*models, self.layout, state, copies, shape),
-        )
+        run, fresh = self._drafting(run_round, state, copies, shape)
         return (*run(state, copies), fresh)
 
     def propose(
         self, state: RoundState, copies: Copies | None, shape: RoundShape
     ) -> tuple[Proposed, bool]:
         """The first part of a round under a grammar, and whether a function was traced."""
-        models = self.target, self.drafter
-        if not self.compiled:
-            return propose(*models, self.stepwise, state, copies, shape, self.beside), False
-        shape = self._rounded(state, shape)
-        run, fresh = self._run(
-            ("propose", shape, *self._key(state, copies)),
-            lambda state, copies: propose(*models, self.layout, state, copies, shape),
-        )
+        run, fresh = self._drafting(propose, state, copies, shape)
         return run(state, copies), fresh
 
     def accept(
-        self, state: RoundState, proposed: Proposed, shape: RoundShape, masks: mx.array | None
+        self, state: RoundState, proposed: Proposed, masks: mx.array | None, shape: RoundShape
     ) -> tuple[RoundState, RoundResult, bool]:
         """The rest of it."""
         kv, proposed = proposed.kv, proposed._replace(kv=[])
-        if self.compiled:
-            run, fresh = self._run(
-                ("accept", shape._replace(bound=0), masks is None, *self._key(state, None)),
-                lambda state, proposed, masks: accept(self.target, state, proposed, shape, masks),
-            )
-            after, result = run(state, proposed, masks)
-        else:
-            (after, result), fresh = accept(self.target, state, proposed, shape, masks), False
+        key = accept, shape._replace(bound=0), masks is None
+        run, fresh = self._function(key, state, partial(accept, self.target, shape=shape))
+        after, result = run(state, proposed, masks)
         return after._replace(kv=kv), result, fresh
 
-    def _rounded(self, state: RoundState, shape: RoundShape) -> RoundShape:
-        """One trace for all bounds that attend to the same slots."""
-        tokens, capacity = shape.draft_len + 1, self.layout.capacity(state.kv)
-        return shape._replace(bound=attended(shape.bound + tokens, capacity) - tokens)
-
-    def _key(self, state: RoundState, copies: Copies | None) -> tuple[object, ...]:
-        """What else the shapes of a trace depend on."""
-        unused = tuple(table is None for table in state.processors)
-        capacity = self.layout.capacity(state.kv) if state.kv else 0
-        return state.bonus.shape[0], capacity, unused, copies is None
-
-    def _run(
-        self, key: tuple[object, ...], function: Callable[..., Any]
+    def _drafting(
+        self, part: Callable[..., Any], state: RoundState, copies: Copies | None, shape: RoundShape
     ) -> tuple[Callable[..., Any], bool]:
-        """The compiled function of a key, and whether it is new."""
+        """`run_round` or `propose` as a function of state and copies; see `_function`."""
+        layout, beside, capacity = self.stepwise, self.beside, self.layout.capacity(state.kv)
+        if self.compiled:
+            # One trace for all bounds that attend to the same slots.
+            layout, beside, tokens = self.layout, None, shape.draft_len + 1
+            shape = shape._replace(bound=attended(shape.bound + tokens, capacity) - tokens)
+        function = partial(part, self.target, self.drafter, layout, shape=shape, beside=beside)
+        return self._function((part, shape, capacity, copies is None), state, function)
+
+    def _function(
+        self, key: tuple[object, ...], state: RoundState, function: Callable[..., Any]
+    ) -> tuple[Callable[..., Any], bool]:
+        """`function`, compiled where that is wanted, once for all that the shapes of its arrays
+        depend on; and whether it has to be traced."""
+        if not self.compiled:
+            return function, False
+        unused = tuple(table is None for table in state.processors)
+        key = (*key, state.bonus.shape[0], unused)
         run = self._runs.pop(key, None)
         fresh = run is None
         if run is None:

@@ -11,23 +11,23 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
 
 from mlx_mtp.engine.batch import Batch, Row
-from mlx_mtp.engine.copying import Copies, CopyIndex
+from mlx_mtp.engine.copying import Copies
 from mlx_mtp.engine.draft_length import AutoLength, DraftLength, Outcome, Shape
-from mlx_mtp.engine.kv import BLOCK, Buffers, KVLayout, capacity_for, nbytes
+from mlx_mtp.engine.grammars import masks_of
+from mlx_mtp.engine.kv import BLOCK, KVLayout, capacity_for, nbytes
 from mlx_mtp.engine.memory import Memory
 from mlx_mtp.engine.policy import Clock, Policy
-from mlx_mtp.engine.prefix import Slot, Snapshot
-from mlx_mtp.engine.processors import Processed, ProcessorState, permit, process
+from mlx_mtp.engine.prefill import Prefill
 from mlx_mtp.engine.requests import Event, Request, TokenLogprob
-from mlx_mtp.engine.round import ReadLogprobs, RoundResult, Rounds, RoundShape, logprobs_of
-from mlx_mtp.engine.sampling import SamplerState, choose, kind_of
-from mlx_mtp.errors import ContextError, MtpError, UsageError
+from mlx_mtp.engine.round import ReadLogprobs, RoundResult, Rounds, RoundShape
+from mlx_mtp.engine.sampling import kind_of
+from mlx_mtp.errors import ContextError, UsageError
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.target import Target
 
@@ -48,17 +48,6 @@ class Flight:
     rows: list[tuple[int, Row, Request]]
     first: bool = False
     teaches: bool = True
-
-
-@dataclass
-class Prefill:
-    """A prompt on its way into a row, in buffers of one row."""
-
-    row: Row
-    request: Request
-    kv: Buffers
-    done: int
-    chunks: deque[mx.array] = field(default_factory=deque)
 
 
 class Engine:
@@ -119,6 +108,11 @@ class Engine:
     def busy(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._waiting or self._prefill or self._flights or self._batch.running)
+
+    @property
+    def _reserved(self) -> list[Row]:
+        """The row that a prompt is on its way into."""
+        return [self._prefill.row] if self._prefill else []
 
     @property
     def kv_bytes(self) -> int:
@@ -202,17 +196,13 @@ class Engine:
         if request in self._waiting:
             self._waiting.remove(request)
         elif self._prefill and self._prefill.request is request:
-            self._end_prefill()
+            self._end_prefill(self._prefill)
         else:
             self._release([row for row in self._batch.rows if row.request is request])
 
     def forget(self, session: str) -> None:
-        """Let go of what is kept under that name."""
-        self._batch.prefixes.forget(session)
-        for row in self._batch.idle:
-            reserved = self._prefill is not None and self._prefill.row is row
-            if row.slot.session == session and not reserved:
-                row.slot = Slot()
+        """Let go of what is kept under that name, and of what runs under it once that ends."""
+        self._batch.forget(session, [*self._batch.running, *self._reserved])
 
     def close(self) -> None:
         """Cancel everything and WAIT for what is in flight."""
@@ -229,6 +219,7 @@ class Engine:
         """On an idle engine: run a short round over and over, eagerly and compiled, go on with the
         faster way, and tell the controller what it took. WAITS for the device."""
         steps = min(2, self.draft_length.choose().draft_len) if self.drafter else 0
+        self._batch.grow(self._batch.longest + steps + 1)
         seconds = {}
         for compiled in (True, False):
             self.rounds.compiled = compiled
@@ -265,33 +256,13 @@ class Engine:
         mx.async_eval(proposed)
         self.waits += 1
         self.grammar_rounds += 1
-        masks = self._masks(cast(list[list[int]], proposed.drafts.tolist()))
-        self._batch.state, result, fresh = self.rounds.accept(state, proposed, graph, masks)
+        drafts = cast(list[list[int]], proposed.drafts.tolist())
+        requests = [row.request for row in self._batch.rows]
+        masks = masks_of(requests, drafts, self.target.config.text.vocab_size)
+        self._batch.state, result, fresh = self.rounds.accept(state, proposed, masks, graph)
         del proposed
         mx.async_eval(result, self._batch.state)
         return result, traced or fresh
-
-    def _masks(self, drafts: list[list[int]]) -> mx.array | None:
-        """What every row's grammar says of every place, uint32 [B, k+1, .]; None: all may come."""
-        found = [
-            self._mask(row.request, ahead) if row.request else None
-            for row, ahead in zip(self._batch.rows, drafts, strict=True)
-        ]
-        shape = next((table.shape for table in found if table is not None), None)
-        if shape is None:
-            return None
-        every = mx.full(shape, 0xFFFFFFFF, mx.uint32)
-        return mx.stack([every if table is None else table for table in found])
-
-    def _mask(self, request: Request, drafts: list[int]) -> mx.array | None:
-        """One row's part of it. Where its grammar fails nothing may come, which ends it."""
-        try:
-            table = request.grammar.masks(drafts) if request.grammar else None
-        except MtpError as error:
-            request.error = str(error)
-            words = -(-self.target.config.text.vocab_size // 32)
-            return mx.zeros((len(drafts) + 1, words), mx.uint32)
-        return None if table is None else mx.array(table)
 
     def _step(self) -> list[Event]:
         if self._waiting and self._waiting[0].max_tokens == 0:
@@ -343,13 +314,13 @@ class Engine:
 
     def _dispatch_round(self, serve: list[tuple[Row, Request]], in_step: bool) -> None:
         batch = self._batch
-        moved = batch.shrink([self._prefill.row] if self._prefill else [])
+        moved = batch.shrink(self._reserved)
         shape = self._choose_shape(serve)
         copies = batch.copies(shape.draft_len) if shape.copied else None
         if copies is None:
             shape = Shape(shape.steps)
         k = shape.draft_len
-        positions = batch.bound + k + 1
+        positions = batch.longest + k + 1
         if moved or positions > self.layout.capacity(batch.state.kv):
             self._make_room(positions)
         moved |= batch.grow(positions)
@@ -387,15 +358,19 @@ class Engine:
                 continue  # it ended while this round was in flight
             *tokens, accepted, finite, copied = result[place]
             if not finite:
-                # This row alone is lost; the others of the batch go on.
-                request.finish_reason = "error"
-                request.error = request.error or (
-                    "nothing is left that may be said here, by the grammar and by what is "
-                    "suppressed; or the model's logits are not finite"
-                    if request.grammar is not None
-                    else "the model's logits are not finite: its weights are damaged or overflow "
-                    "in this dtype"
+                request.fail(
+                    "the model's logits are not finite: its weights are damaged or overflow in "
+                    "this dtype"
                 )
+            elif accepted < 0:
+                request.fail(
+                    request.error
+                    or "nothing is left that may be said here, by the grammar and by what is "
+                    "suppressed",
+                    outgrown=True,
+                )
+            if request.error:
+                # This row alone is lost; the others of the batch go on.
                 events.append(Event(request, [], [], len(request.prompt)))
                 ended.append(row)
                 continue
@@ -458,14 +433,14 @@ class Engine:
         row, kv, done = batch.admit(request)
         self._make_room(len(request.prompt) + BLOCK)
         request.stats.cached_tokens = done
-        if 0 < done < max(self._stops(request), default=0):
-            # A new turn of the user's: it may be written anew.
-            row.slot.keep(Snapshot(done, self.layout.rings(kv), row.slot.written))
         row.started = time.perf_counter()
         row.length = 0
         # Rounds in between write behind an unused row's length, too: not where it ended before.
         batch.sync({batch.rows.index(row)})
-        self._prefill = Prefill(row, request, kv, done)
+        stops = request.snapshots if batch.prefixes.budget else ()
+        self._prefill = Prefill(
+            self.target, self.layout, row, request, kv, done, self.prefill_chunk, stops
+        )
 
     def _make_room(self, positions: int) -> None:
         """Let go of KV that only waits, as far as buffers of so many positions a row need it."""
@@ -474,103 +449,52 @@ class Engine:
         left = self.memory.left(positions, rows=len(batch.rows), used=used)
         batch.prefixes.trim(batch.slots, left)
 
-    def _stops(self, request: Request) -> tuple[int, ...]:
-        """Where a prefill stops for a snapshot."""
-        return request.snapshots if self._batch.prefixes.budget else ()
-
     def _prefill_chunk(self) -> list[Event]:
         """Dispatch the next chunk; WAITS for the one before the last, so that at most two are in
         flight. The last chunk brings the first token and the row joins the batch."""
-        assert self._prefill is not None
-        fill, request = self._prefill, self._prefill.request
-        ends = (*self._stops(request), fill.done + self.prefill_chunk)
-        chunk = request.prompt[fill.done : min(end for end in ends if end > fill.done)]
-        final = fill.done + len(chunk) == len(request.prompt)
-        view = self.layout.view(fill.kv, mx.array([fill.done]), len(chunk), fill.done)
-        hidden = self.target(mx.array([chunk]), view, keep=int(final))
-        fill.kv = view.buffers
-        del view
-        fill.done += len(chunk)
-        if fill.done in self._stops(request):
-            slot = fill.row.slot
-            slot.keep(Snapshot(fill.done, self.layout.rings(fill.kv), slot.written))
-        if final:
+        fill = self._prefill
+        assert fill is not None
+        hidden = fill.advance()
+        if hidden is not None:
             self._join(fill, hidden)
-            return [Event(request, [], [], fill.done)]
-        marker = fill.kv[-1][0][0, 0, 0, 0] + 0  # no view: that would make the next chunk copy
-        mx.async_eval(marker, fill.kv)
-        fill.chunks.append(marker)
-        if len(fill.chunks) > 2:
+        elif len(fill.unread) > 2:
             self.waits += 1
-            mx.eval(fill.chunks.popleft())
-        return [Event(request, [], [], fill.done)]
+            mx.eval(fill.unread.popleft())
+        return [Event(fill.request, [], [], fill.done)]
 
     def _join(self, fill: Prefill, hidden: mx.array) -> None:
         """Put a prefilled prompt into its row and dispatch the choice of its first token."""
-        request, row, batch = fill.request, fill.row, self._batch
-        kv, fill.kv = fill.kv, []
-        batch.put_kv(row, kv)
-        del kv
-        self._prefill = None
-        logits = self.target.logits(hidden)
-        place = mx.array([[len(request.prompt)]])
-        alone = Processed(request.processing, request.eos, request.prompt, [])
-        processors = ProcessorState.of([alone], self.target.config.text.vocab_size)
-        said = None if processors.counts is None else processors.counts[:, None]
-        processed = process(logits, None, place, processors, said)
-        possible = mx.isfinite(logits.sum(-1))
-        if (mask := self._mask(request, [])) is not None:
-            processed = permit(processed, None, mask[None])
-            possible &= processed.max(-1) > -mx.inf
-        first = choose(
-            processed, None, place, SamplerState.of([request.sampling]), kind_of([request.sampling])
-        )
-        row.request, row.length, row.ahead = request, len(request.prompt), 0
-        if request.draft_len is None:
-            row.copies = CopyIndex(request.prompt)
-        i = batch.rows.index(row)
-        state = batch.state
-        batch.state = state._replace(
-            bonus=mx.slice_update(state.bonus, first[0], mx.array([i]), axes=[0]),
-            hidden=mx.slice_update(state.hidden, hidden[0], mx.array([i]), axes=[0]),
-        )
-        del state
-        batch.sync({i})
-        batch.count_first(i)
-        zeros = mx.zeros((1, 1), dtype=mx.int32)
-        result = RoundResult(
-            mx.concatenate([first, zeros, possible.astype(mx.int32), zeros], -1),
-            logprobs_of(logits, first, request.logprobs),
-        )
+        batch, row, request = self._batch, fill.row, fill.request
+        self._put_back(fill)
+        first, result = fill.first_token(hidden)
+        batch.join(row, request, first)
         mx.async_eval(result, batch.state)
         self._flights.append(Flight(result, Shape(0), [(0, row, request)], first=True))
 
-    def _end_prefill(self) -> None:
+    def _end_prefill(self, fill: Prefill) -> None:
         """Give up a prompt half way; what of it is in KV can be gone on from."""
-        fill = self._prefill
-        assert fill is not None
+        self._put_back(fill)
+        self._batch.leave(fill.row, fill.request.prompt[: fill.done])
+
+    def _put_back(self, fill: Prefill) -> None:
+        """End a prefill: its buffers go into its row."""
         self._prefill = None
         kv, fill.kv = fill.kv, []
         self._batch.put_kv(fill.row, kv)
-        fill.row.slot.ids, fill.row.length = fill.request.prompt[: fill.done], fill.done
-        self._batch.sync({self._batch.rows.index(fill.row)})
 
     def _release(self, rows: list[Row]) -> None:
         """Let go of rows whose requests ended. Their KV is cut back to what was kept: a block in
         flight may have written past it, which the next pass overwrites."""
         for row in rows:
-            assert row.request is not None
-            kept = row.request.prompt + row.request.tokens
-            if row.request.error:
-                kept = []
+            request = row.request
+            assert request is not None
+            ids = request.prompt + request.tokens
+            if request.error and not request.outgrown:
+                ids = []
                 self._batch.clear(row)
-                row.slot = Slot()
             # The newest token is chosen but not in KV yet; before an EOS everything kept is.
-            whole = row.request.ended_by_eos or not row.request.tokens or not kept
-            row.slot.ids = kept if whole else kept[:-1]
-            row.request, row.copies = None, None
-            row.length, row.ahead = len(row.slot.ids), 0
-        if rows:
-            self._batch.sync({self._batch.rows.index(row) for row in rows})
+            elif request.tokens and not request.ended_by_eos:
+                ids.pop()
+            self._batch.leave(row, ids)
         live = [f for f in self._flights if any(row.request is r for _, row, r in f.rows)]
         self._flights = deque(live)

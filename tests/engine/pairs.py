@@ -19,6 +19,7 @@ from mlx_mtp.engine import session
 from mlx_mtp.engine.draft_length import Outcome, Shape
 from mlx_mtp.engine.kv import KVLayout, capacity_for
 from mlx_mtp.engine.requests import Request
+from mlx_mtp.engine.sampling import SamplerState, Sampling, choose, kind_of
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.target import Target
 
@@ -188,3 +189,18 @@ def forward(target: Target, ids: Sequence[int]) -> mx.array:
 def plain(target: Target, prompt: Sequence[int], tokens: int) -> list[int]:
     """What plain decoding (draft length 0) says."""
     return run(Engine(target), Request(list(prompt), tokens, draft_len=0))[0]
+
+
+def follows(
+    target: Target, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling | None = None
+) -> bool:
+    """Whether plain decoding says those tokens: each is what one pass over all before it chooses.
+    In one pass, so that many texts can be checked."""
+    if not tokens:
+        return True
+    sampling = sampling or Sampling()
+    logits = forward(target, [*prompt, *tokens])[None, len(prompt) - 1 : -1]
+    places = mx.arange(len(prompt), len(prompt) + len(tokens))[None]
+    sampler = SamplerState.of([sampling])
+    chosen = choose(logits, None, places, sampler, kind_of([sampling]))
+    return chosen.tolist() == [list(tokens)]

@@ -236,6 +236,9 @@ def test_no_row_of_the_device_is_longer_than_the_host_allows_for(target):
     while engine.busy:
         engine.step()
         batch = engine._batch
-        assert max(batch.state.length.tolist()) <= batch.bound
+        lengths = batch.state.length.tolist()
+        assert max(lengths) <= batch.longest
+        running = [row.request is not None for row in batch.rows]
+        assert all(n <= batch.bound for n, runs in zip(lengths, running, strict=True) if runs)
     assert other.tokens == plain(target, PROMPT, 60)
     assert third.tokens == plain(target, third.prompt, 12)

@@ -12,7 +12,17 @@ from mlx_mtp.engine.requests import Request
 from mlx_mtp.engine.sampling import Sampling
 from mlx_mtp.errors import UsageError
 
-from .pairs import PROMPT, VOCAB, Engine, ScriptedDrafter, forward, make_drafter, make_target, run
+from .pairs import (
+    PROMPT,
+    VOCAB,
+    Engine,
+    ScriptedDrafter,
+    follows,
+    forward,
+    make_drafter,
+    make_target,
+    run,
+)
 
 EOS = 1
 
@@ -83,8 +93,8 @@ def test_no_round_is_run_ahead_and_drafts_are_one_wait_more(target, expected):
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=20, seed=3)])
 def test_rows_without_a_grammar_beside_one_say_what_they_say_alone(target, sampling):
     def requests():
-        ruled = Request(list(PROMPT), 30, sampling, draft_len=3, grammar=Steps())
-        return [Request([7, 8], 30, sampling, draft_len=4), ruled, Request([9], 12, sampling)]
+        ruled = Request(list(PROMPT), 16, sampling, draft_len=3, grammar=Steps())
+        return [Request([7, 8], 20, sampling, draft_len=4), ruled, Request([9], 8, sampling)]
 
     alone = [run(Engine(target), request)[0] for request in requests()]
     assert run(Engine(target, make_drafter(), rows=3), *requests()) == alone
@@ -93,11 +103,12 @@ def test_rows_without_a_grammar_beside_one_say_what_they_say_alone(target, sampl
 def test_the_seed_decides_at_any_draft_length(target):
     def say(draft_len):
         sampling = Sampling(1.3, top_p=0.95, seed=11)
-        request = Request(list(PROMPT), 30, sampling, draft_len=draft_len, grammar=Steps())
+        request = Request(list(PROMPT), 20, sampling, draft_len=draft_len, grammar=Steps())
         return run(Engine(target, make_drafter()), request)[0]
 
-    assert say(0) == say(4) == say(8)
-    said = [PROMPT[-1], *say(0)]
+    text = say(0)
+    assert text == say(4) == say(8)
+    said = [PROMPT[-1], *text]
     assert all(b in Steps().allowed(a) for a, b in itertools.pairwise(said))
 
 
@@ -122,10 +133,24 @@ def test_a_place_where_nothing_may_be_said_ends_that_row_alone(target, expected)
     assert request.tokens == expected[:10]
     assert request.finish_reason == "error"
     assert "nothing is left that may be said" in request.error
+    assert request.outgrown
     assert other.finish_reason == "length"
     first = Request(list(PROMPT), 40, grammar=Steps(last=PROMPT[-1]))
     run(Engine(target), first)
     assert first.finish_reason == "error"
+
+
+@pytest.mark.parametrize("draft_len", [0, 2, 8])
+def test_what_was_said_before_a_dead_place_is_kept(target, expected, draft_len):
+    """The drafts before it count, in the block that holds it, too; and so does their KV."""
+    for dead in range(4, 13):
+        engine = Engine(target, ScriptedDrafter([[*PROMPT, *expected]], lambda row, at: False))
+        request = Request(list(PROMPT), 40, draft_len=draft_len, grammar=Steps(last=expected[dead]))
+        assert run(engine, request) == [expected[: dead + 1]]
+        assert (request.finish_reason, request.outgrown) == ("error", True)
+        follow = Request([*PROMPT, *request.tokens], 3, grammar=Steps(expected[dead]))
+        assert run(engine, follow) == [expected[dead + 1 : dead + 4]]
+        assert follow.stats.cached_tokens == len(PROMPT) + dead
 
 
 @pytest.mark.parametrize("draft_len", [0, 2, 8])
@@ -167,10 +192,16 @@ class Outgrown(Steps):
 def test_a_grammar_that_is_outgrown_ends_its_row_alone(target, expected, method, after):
     request = Request(list(PROMPT), 40, draft_len=0, grammar=Outgrown(method, after))
     other = Request([7, 8], 12)
-    run(Engine(target, rows=2), request, other)
+    engine = Engine(target, rows=2, cache_bytes=1 << 24)
+    run(engine, request, other)
     assert (request.finish_reason, request.error) == ("error", "too large")
+    assert request.outgrown
     assert request.tokens == expected[:after]
     assert other.finish_reason == "length"
+    follow = Request([*PROMPT, *expected[:after], 3], 1)
+    run(engine, follow)
+    assert follow.stats.cached_tokens == len(PROMPT) + max(after - 1, 0)
+    assert follows(target, follow.prompt, follow.tokens)
 
 
 @pytest.mark.parametrize("draft_len", [0, 3])

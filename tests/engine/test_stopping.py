@@ -223,6 +223,7 @@ def test_nan_weights_are_an_error_not_text(target):
     assert run(Engine(damaged), request) == [[]]
     assert request.finish_reason == "error"
     assert "not finite" in request.error
+    assert not request.outgrown
 
 
 @pytest.mark.parametrize("rows", [1, 3])
