@@ -250,9 +250,10 @@ class Answer:
         }
 
     def take(self, event: Event) -> Piece:
-        """The text that an event of this request brings. Raises MtpError where it ended in one."""
+        """The text that an event of this request brings. Raises MtpError where it ended in one,
+        UsageError where that is of what was asked for."""
         if self.request.error:
-            raise MtpError(self.request.error)
+            raise (UsageError if self.request.outgrown else MtpError)(self.request.error)
         said = self._text.release(event.drafted)
         if event.finish_reason is not None:
             rest = self._text.finish()

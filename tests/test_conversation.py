@@ -202,6 +202,13 @@ def test_a_schema_is_kept_to_at_any_draft_length(pair, thinking):
     assert said[0] == said[1] == said[2]
 
 
+def test_what_cannot_be_said_is_the_callers_mistake(pair):
+    client = Client(pair, tools=None, response_format={"type": "regex", "regex": "a"})
+    client.options = Options(max_tokens=20, min_tokens=10)
+    with pytest.raises(UsageError, match="nothing is left that may be said"):
+        client.step({"role": "user", "content": "Hello."})
+
+
 def test_a_turn_that_a_stop_string_ended_is_not_remembered(pair):
     client = Client(pair, tools=None)
     client.options = Options(max_tokens=60, temperature=0, stop=("```",))
