@@ -41,7 +41,7 @@ def ask(engine, prompt, tokens=12, draft_len=3, snapshots=(), **kw):
 def test_a_conversation_far_past_the_window_is_read_once(target, draft_len):
     engine = Engine(target, make_drafter(), cache_bytes=ROOM)
     prompt = SYSTEM + turn(20, 1)
-    for i in range(5):
+    for i in range(4):
         request = ask(engine, prompt, draft_len=draft_len, snapshots=[len(SYSTEM), len(prompt) - 2])
         if i:
             assert request.stats.cached_tokens == before - 1  # noqa: F821 - the newest is not in KV
@@ -81,6 +81,18 @@ def test_an_edited_last_message_goes_on_from_the_snapshot_before_it(target):
     assert ask(engine, edited).stats.cached_tokens == len(SYSTEM) + 20
 
 
+def test_what_is_forked_a_few_tokens_back_goes_on_too(target):
+    """Without a snapshot, from rings that both conversations then write to."""
+    engine = Engine(target, make_drafter(), cache_bytes=ROOM)
+    first = SYSTEM + turn(10, 1)
+    one = ask(engine, first)
+    for seed in range(3):
+        forked = [*first, *one.tokens[:8], *turn(2, seed)]
+        assert ask(engine, forked).stats.cached_tokens >= len(first) + 8
+    more = first + one.tokens + turn(3, 4)
+    assert ask(engine, more).stats.cached_tokens == len(first) + len(one.tokens) - 1
+
+
 def test_a_session_is_wound_back_not_forked(target):
     engine = Engine(target, make_drafter(), cache_bytes=ROOM)
     prompt = SYSTEM + turn(40, 1)
@@ -100,14 +112,14 @@ def test_a_session_that_is_forgotten_while_it_runs_is_let_go_of_at_its_end(targe
     """In the middle of its prefill, or with rounds in flight."""
     engine = Engine(target, make_drafter(), cache_bytes=ROOM, prefill_chunk=32)
     prompt = SYSTEM + turn(40, 1)
-    request = Request(list(prompt), 20, draft_len=2, snapshots=(len(SYSTEM),), session="a")
+    request = Request(list(prompt), 12, draft_len=2, snapshots=(len(SYSTEM),), session="a")
     engine.add(request)
     for _ in range(steps):
         engine.step()
     engine.forget("a")
     run(engine)
     assert follows(target, prompt, request.tokens)
-    assert len(request.tokens) == 20
+    assert len(request.tokens) == 12
     assert engine.cached_bytes == 0
     assert ask(engine, prompt + request.tokens, session="a").stats.cached_tokens == 0
 
@@ -116,7 +128,7 @@ def test_a_session_that_is_wound_back_far_brings_back_no_long_buffers(target):
     engine = Engine(target, make_drafter(), rows=2, cache_bytes=ROOM)
     prompt = SYSTEM + turn(900, 1)
     ask(engine, prompt, tokens=2, snapshots=[len(SYSTEM)], session="a")
-    other = Request(turn(20, 2), 60)
+    other = Request(turn(20, 2), 30)
     engine.add(other)
     while not other.tokens:
         engine.step()
@@ -128,19 +140,19 @@ def test_a_session_that_is_wound_back_far_brings_back_no_long_buffers(target):
         assert follows(target, request.prompt, request.tokens)
 
 
-@pytest.mark.parametrize("length", [238, 243, 250, 400])
+@pytest.mark.parametrize("length", [243, 250, 400])
 def test_what_lies_in_an_idle_row_is_neither_attended_to_nor_lost(target, length):
     """Rounds of the others write behind it, up to the end of its buffers."""
     engine = Engine(target, make_drafter(), rows=3, cache_bytes=ROOM)
     long = Request(turn(length, 1), 3)
-    others = [Request([5, 7 + i], 40, draft_len=8) for i in range(2)]
+    others = [Request([5, 7 + i], 16, draft_len=8) for i in range(2)]
     for request in (others[0], long, others[1]):
         engine.add(request)
     while long.finish_reason is None or len(engine._batch.running) < 2:
         engine.step()
     assert engine._batch.idle
     assert engine._batch.bound < 100 < length <= engine._batch.longest
-    while len(others[1].tokens) < 30:
+    while len(others[1].tokens) < 6:
         engine.step()
     follow = Request([*long.prompt, *long.tokens, 9], 10, draft_len=8)
     run(engine, follow)
@@ -213,7 +225,7 @@ def test_a_short_conversation_takes_little_beside_a_long_one(target):
     mx.clear_cache()
     before = mx.get_active_memory()
     engine = Engine(target, make_drafter(), rows=4, cache_bytes=ROOM)
-    engine.add(Request(turn(9000, 0), 200, draft_len=0))
+    engine.add(Request(turn(4200, 0), 60, draft_len=0))
     for i in range(3):
         engine.add(Request(turn(50, 1 + i), 3 + i))
     while len(engine._batch.running) < 4:
@@ -227,7 +239,7 @@ def test_a_short_conversation_takes_little_beside_a_long_one(target):
         engine.step()
     assert len(engine._batch.prefixes.parked) >= 4
     mx.eval(engine._batch.state)
-    assert mx.get_active_memory() - before < 1.5 * layout.nbytes(1, 1 << 14)
+    assert mx.get_active_memory() - before < 1.5 * layout.nbytes(1, 1 << 13)
 
 
 def test_what_is_kept_makes_room_for_a_text_that_grows(target):
@@ -267,7 +279,7 @@ def test_any_traffic_says_what_fresh_engines_say(target, seed, rows):
     known = [turn(n, n) for n in (5, 40, 90)]
     running: list[Request] = []
     cached = 0
-    for i in range(30):
+    for i in range(20):
         base = rng.choice(known[-8:])
         cut = rng.choice([len(base), len(base), rng.randrange(1, len(base) + 1)])
         prompt = [*base[:cut], *turn(rng.choice([1, 3, 12, 40]), 100 * seed + i)]
@@ -275,7 +287,7 @@ def test_any_traffic_says_what_fresh_engines_say(target, seed, rows):
         sampling = Sampling(0.9, top_k=5, seed=i) if rng.random() < 0.3 else Sampling()
         request = Request(
             prompt,
-            rng.choice([1, 6, 20]),
+            rng.choice([1, 5, 12]),
             sampling,
             draft_len=rng.choice([0, 2, 8, None]),
             snapshots=tuple(marks),
@@ -305,8 +317,8 @@ def test_j05_j06_memory_is_flat_over_requests_and_cancels(target):
     engine = Engine(target, make_drafter(), rows=2, cache_bytes=budget)
     levels = []
     for i in range(200):
-        prompt = [*SYSTEM, *turn(40, i)]
-        request = Request(prompt, 2, draft_len=3, snapshots=(len(SYSTEM), len(prompt) - 2))
+        prompt = [*SYSTEM, *turn(9, i)]
+        request = Request(prompt, 2, draft_len=i % 2, snapshots=(len(SYSTEM), len(prompt) - 2))
         engine.add(request)
         for _ in range(rng.randrange(4) if i % 4 == 0 else 99):
             if not engine.busy:
