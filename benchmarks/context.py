@@ -66,10 +66,10 @@ def our_rounds(engine: Engine, length: int, draft_len: int) -> Iterator[None]:
         filled.append(layout.encode(kind, mx.random.normal(shape), mx.random.normal(shape)))
     batch.state = batch.state._replace(kv=filled)
     del filled
-    row.ids, row.length = [i % VOCAB for i in range(length)], length
+    row.slot.ids, row.length = [i % VOCAB for i in range(length)], length
     batch.sync({0})
     mx.eval(batch.state)
-    engine.add(Request([*row.ids, 1], 1 << 20, draft_len=draft_len))
+    engine.add(Request([*row.slot.ids, 1], 1 << 20, draft_len=draft_len))
     while True:
         if any(event.tokens for event in engine.step()):
             yield
