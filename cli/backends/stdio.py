@@ -299,7 +299,8 @@ class Connection:
         self._draft_len = draft_len
         self._started = int(time.time())
         self._live: dict[Any, Rpc] = {}
-        self._counts: queue.Queue[Rpc] = queue.Queue(LINES)
+        self._counts: queue.Queue[Rpc | None] = queue.Queue(LINES)
+        self._ended = threading.Event()
         self._closing = self._over = self._refused = False
         self._methods: dict[str, Callable[[Message], Any]] = {
             "initialize": self._initialize,
@@ -336,6 +337,9 @@ class Connection:
                 self._cancel({"requestId": name})
             time.sleep(0.01)
         self.writer.flush(max(until - time.monotonic(), 0) if self._over else None)
+        self._ended.set()
+        with suppress(queue.Full):
+            self._counts.put_nowait(None)
         failed = self.service.failed
         return failed.exit_code if failed is not None and self._refused else 0
 
@@ -473,8 +477,7 @@ class Connection:
     # -- threads --------------------------------------------------------------------------------
 
     def _count(self) -> None:
-        while True:
-            rpc = self._counts.get()
+        while (rpc := self._counts.get()) is not None:
             self.service.loaded.wait()
             try:
                 if self.service.failed is not None:
@@ -486,8 +489,7 @@ class Connection:
                 rpc.end(error)
 
     def _tick(self) -> None:
-        while True:
-            time.sleep(TICK)
+        while not self._ended.wait(TICK):
             now = time.monotonic()
             for rpc in list(self._live.values()):
                 seen, silent = rpc.progress(), now - rpc.said
