@@ -161,7 +161,7 @@ def test_drafts_after_any_number_accepted(pair: Any, name: str) -> None:
         drafts = mx.array([proposed], dtype=mx.int32)
         hidden, kv = round.verify(both.ours, row.layout, state, drafts, shape)
         made = round.Proposed(drafts, mx.zeros((1,), mx.int32), hidden, kv)
-        state, _ = round.accept(both.ours, state, made, shape)
+        state, _ = round.accept(both.ours, state, made, None, shape)
         committed += accepted + 1
         assert int(state.length) == committed
         assert int(state.bonus) == text[committed]
