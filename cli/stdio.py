@@ -26,8 +26,9 @@ HELP = """Answer JSON-RPC 2.0 requests on stdin, one a line, with lines on stdou
 Methods: chat.completions and completions with OpenAI's bodies, "stream": true for chunks as they
 come; initialize, models.list, tokens.count, session.close, shutdown, exit; and the notification
 $/cancel_request. A line that is only a body, {"prompt": "..."} or {"messages": [...]}, is answered
-with its line number as id. Whatever else would be printed goes to stderr, prompts never. At the end
-of stdin what was asked is finished. Exit codes: 0, 2 usage, 3 loading, 130 Ctrl-C, 143 SIGTERM."""
+with its id, or else its line number, as id. Whatever else would be printed goes to stderr, prompts
+never. At the end of stdin what was asked is finished. Exit codes: 0, 1 stdout cannot be written, 2
+usage, 3 loading, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP."""
 
 
 def stdio(

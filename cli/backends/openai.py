@@ -97,7 +97,8 @@ def chat(given: Mapping[str, Any], draft_len: int | None = None) -> Body:
     _unicode(given)
     messages = left.take("messages")
     checked_messages(messages)
-    tools = checked_tools(left.take("tools"))
+    given_tools = left.take("tools")
+    tools = given_tools if checked_tools(given_tools) else None
     effort = left.choice("reasoning_effort", THINKING, "none")
     extra = Left(left.take("chat_template_kwargs", dict, default={}), "chat_template_kwargs.")
     response_format = left.take("response_format", dict, default={"type": "text"})

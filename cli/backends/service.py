@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import traceback
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -43,7 +44,7 @@ class NotLoaded(MtpError):
         self.exit_code = error.exit_code if isinstance(error, MtpError) else 3
 
 
-class Job:
+class Job(ABC):
     """One request to the model. A front end fills in the three methods; `end` is called once, and
     all of them in the service's thread, but for `end` of a job that was cancelled while it waited.
     """
@@ -52,17 +53,17 @@ class Job:
     prefilled = 0
     cancelled = False
 
+    @abstractmethod
     def begin(self, conversations: Conversations, engine: Engine) -> Answer:
         """Queue it in the engine. Raises MtpError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def show(self, piece: Piece) -> None:
         """What a step brought; the model waits until it returns."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, error: Exception | None) -> None:
         """Over: `answer` is complete, or `error` says why not."""
-        raise NotImplementedError
 
 
 class Service:

@@ -160,13 +160,21 @@ def verify(
 
 
 class Scores(NamedTuple):
-    """Processed logits [B, T, C] of the tokens `ids` [B, T, C] (None: of all tokens); whether the
-    model's were finite, bool [B, T]; and where it gave all, those [B, T, V]."""
+    """Processed logits [B, T, C] of the tokens `ids` [B, T, C] (None: of all tokens); and all of
+    the model's [B, T, V], or where it gave a short list, whether they were finite."""
 
     values: mx.array
     ids: mx.array | None
-    finite: mx.array
-    logits: mx.array | None = None
+    logits: mx.array | None
+    tested: mx.array | None = None
+
+    @property
+    def finite(self) -> mx.array:
+        """bool [B, T]; nobody asks it of a drafter's."""
+        if self.tested is not None:
+            return self.tested
+        assert self.logits is not None
+        return mx.isfinite(self.logits.sum(-1))
 
 
 def score(
@@ -194,12 +202,12 @@ def score(
         few = None if shape.sampler == "greedy" else FEW
         found = short.candidates(rows, B, adjust, few, model.clusters_of(rows))
         values, tokens = (part.reshape(B, T, -1) for part in found[:2])
-        return Scores(values, tokens, found.finite.reshape(B, T))
+        return Scores(values, tokens, None, found.finite.reshape(B, T))
     logits, ids = model.scores(hidden)
     values = process(logits, ids, places, processors, said)
     if masks is not None:
         values = permit(values, ids, masks)
-    return Scores(values, ids, mx.isfinite(logits.sum(-1)), logits)
+    return Scores(values, ids, logits)
 
 
 def accept(
