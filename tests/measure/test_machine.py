@@ -1,0 +1,65 @@
+"""Chips by name, and what is known where there is none."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+
+import pytest
+
+from mlx_mtp.errors import UsageError
+from mlx_mtp.measure import machine
+from mlx_mtp.measure.machine import CHIPS, named, this_machine
+
+
+@pytest.mark.parametrize("spelled", ["M4 Pro", "m4 pro", "Apple M4 Pro", " apple  M4  pro "])
+def test_a_chip_goes_by_what_macos_calls_it(spelled):
+    found = named(spelled, 24)
+    assert (found.name, found.chip.generation, found.chip.bandwidth) == ("M4 Pro", 16, 273e9)
+    assert found.memory == 24 << 30
+
+
+def test_metal_recommends_two_thirds_of_a_small_memory_and_three_quarters_of_others():
+    assert named("M1", 16).limit == (16 << 30) * 2 // 3
+    assert named("M3 Max", 36).limit == 28991029248  # as macOS reports it
+
+
+def test_a_max_of_the_smaller_kind_is_known_by_its_memory():
+    small, large = named("M4 Max", 36).chip, named("M4 Max", 64).chip
+    assert small.bandwidth < large.bandwidth
+    assert small.cores < large.cores
+
+
+def test_an_unknown_chip_is_answered_with_the_known_ones():
+    with pytest.raises(UsageError, match="'M9' is not known; known are M1, M1 Pro, .* M5 Max"):
+        named("M9", 16)
+
+
+@pytest.mark.parametrize("memory", [0, -1, math.nan, math.inf, 5000])
+def test_no_memory_is_refused(memory):
+    with pytest.raises(UsageError, match="it must be 1 to 4096"):
+        named("M1", memory)
+
+
+def test_chips_of_a_family_differ_in_what_they_do():
+    assert len({c.name for c in CHIPS}) == len(CHIPS)
+    for one, next_ in zip(CHIPS, CHIPS[1:], strict=False):
+        if one.generation == next_.generation:
+            assert (one.bandwidth, one.flops) < (next_.bandwidth, next_.flops)
+
+
+def test_this_machine_without_sysctl_has_no_chip(monkeypatch):
+    def missing(*_args, **_kwargs):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    here = this_machine()
+    assert (here.name, here.chip) == ("this machine", None)
+    assert 0 < here.limit <= here.memory
+
+
+def test_this_machine_is_asked_for_its_brand(monkeypatch):
+    answer = subprocess.CompletedProcess([], 0, "Apple M2 Ultra\n")
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_args, **_kwargs: answer)
+    here = this_machine()
+    assert (here.name, here.chip.name) == ("Apple M2 Ultra", "M2 Ultra")
