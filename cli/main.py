@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from mlx_mtp.cli import chat, convert, generate, inspect, stdio, verify
+from mlx_mtp.cli import chat, convert, doctor, generate, inspect, stdio, verify
 from mlx_mtp.cli.terminal import Interrupted, OutputClosed, say, signals, write_stderr
 from mlx_mtp.errors import MtpError
 
@@ -31,6 +31,7 @@ app.command(help=chat.HELP)(chat.chat)
 app.command(help=inspect.HELP)(inspect.inspect)
 app.command(help=convert.HELP)(convert.convert)
 app.command(help=verify.HELP)(verify.verify)
+app.command(help=doctor.HELP)(doctor.doctor)
 app.command(help=stdio.HELP)(stdio.stdio)
 
 
