@@ -72,6 +72,7 @@ def chat(
     ] = False,
     kv_bits: options.KvBits = None,
     max_kv: options.MaxKv = None,
+    exact: options.Exact = False,
     history: Annotated[bool, typer.Option(help="Keep the lines you type.")] = False,
 ) -> None:
     from mlx_mtp.conversation import Conversations
@@ -92,7 +93,14 @@ def chat(
         if not prompt.strip():
             raise UsageError("there is no prompt on stdin")
     pair = options.load(
-        model, drafter, no_drafter, draft_len, revision, drafter_revision, force_fit=force_fit
+        model,
+        drafter,
+        no_drafter,
+        draft_len,
+        revision,
+        drafter_revision,
+        force_fit=force_fit,
+        exact=exact,
     )
     for notice in pair.notices:
         say(notice)

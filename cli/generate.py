@@ -14,6 +14,7 @@ from mlx_mtp.cli.options import (
     DrafterId,
     DrafterRevision,
     DraftLen,
+    Exact,
     ForceFit,
     Json,
     KvBits,
@@ -134,6 +135,7 @@ def generate(
         ),
     ] = None,
     no_calibrate: NoCalibrate = False,
+    exact: Exact = False,
     as_json: Json = False,
     no_stream: Annotated[
         bool, typer.Option("--no-stream", help="Print the text at the end. [default: off]")
@@ -180,6 +182,7 @@ def generate(
         quiet=quiet,
         force_fit=force_fit,
         calibrate=not no_calibrate,
+        exact=exact,
     )
     engine = pair.engine(kv_bits=kv_bits, max_kv=max_kv, compile=compile_rounds, pipeline=pipeline)
     generation = stream(pair, text, options, engine=engine)

@@ -95,6 +95,16 @@ NoCalibrate = Annotated[
 ]
 
 
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="Draft only what is verified bit for bit as plain decoding would, as a probe of a few "
+        "seconds finds out; refuse where that is nothing. [default: off]",
+    ),
+]
+
+
 def draft_length(given: str | None) -> int | None:
     """None for auto. Raises UsageError for what is no number; its range is checked later."""
     if given is None or given == "auto":

@@ -43,6 +43,7 @@ def stdio(
     max_kv: options.MaxKv = None,
     drafter_bits: options.DrafterBits = None,
     no_calibrate: options.NoCalibrate = False,
+    exact: options.Exact = False,
     cache_gb: Annotated[
         float | None,
         typer.Option(
@@ -77,6 +78,7 @@ def stdio(
                 progress=progress,
                 force_fit=force_fit,
                 calibrate=not no_calibrate,
+                exact=exact,
             )
         for notice in pair.notices:
             say(notice)

@@ -229,6 +229,7 @@ class Answer:
             "drafter_revision": pair.drafter_revision,
             "drafter_bits": pair.drafter_bits,
             "drafter_device": pair.drafter_device,
+            "exact": pair.exact,
             "max_tokens": self.request.max_tokens,
             "draft_len": "auto" if draft_len is None else draft_len,
             "temperature": sampling.temperature,

@@ -72,7 +72,8 @@ class Pair:
     wired limit, which loading raised on Metal, back to what it was. draft_length: chooses the draft
     length where it is left open, and learns as long as the pair lives. compiled: whether rounds are
     faster compiled, once that was measured.
-    calibration: which kernels are used here, None off Metal.
+    calibration: which kernels are used here, None off Metal. exact: draft only as far as a verify
+    pass is bit for bit what plain decoding is on this machine (`measure.exact`).
     """
 
     target: Target
@@ -94,6 +95,7 @@ class Pair:
     draft_length: AutoLength = field(default_factory=AutoLength)
     compiled: bool | None = None
     calibration: Calibration | None = None
+    exact: bool = False
 
     def cache_bytes(self, share: float = 0.25) -> int:
         """What the KV of conversations that may go on can take: a share of what is left of the
@@ -103,7 +105,9 @@ class Pair:
     def engine(self, **how: Any) -> Engine:
         """An engine of this pair; `how` as `Engine` takes it. All of them learn from each other
         which draft length pays. On a GPU the first one races compiled rounds against eager ones,
-        a few rounds each, where `compile` leaves it open."""
+        a few rounds each, where `compile` leaves it open. WAITS for the device there, and where
+        `exact`: then UsageError is raised where no draft can be verified exactly, or for several
+        rows, which are not probed."""
         import mlx.core as mx
 
         from mlx_mtp.engine.session import Engine
@@ -125,6 +129,10 @@ class Pair:
         if racing and beside is None and how["compile"] is None and here == "gpu":
             engine.calibrate()
             self.compiled = engine.policy.compile
+        if self.exact and self.drafter is not None:
+            from mlx_mtp.measure import exact
+
+            exact.limit(engine)
         return engine
 
 

@@ -41,6 +41,7 @@ def load_pair(
     drafter_device: str | None = None,
     force_fit: bool = False,
     calibrate: bool = True,
+    exact: bool = False,
     progress: Progress | None = None,
 ) -> Pair:
     """A target and its drafter, ready to generate.
@@ -54,6 +55,7 @@ def load_pair(
     force_fit: load even where memory or disk will not do.
     calibrate: on Metal, race the kernels that are not known yet for this model's shapes; else only
     what earlier races gave is used (`engine.calibrate`).
+    exact: draft only where that is bit for bit what plain decoding is here (`measure.exact`).
     progress: called with (what, bytes done, bytes in all) while weights come in.
     Raises LoadError, PairError, FitError and UsageError, all but the tokenizer's before any weight
     is read; that one loads in a thread beside the weights, and ends their reading when it fails.
@@ -119,7 +121,7 @@ def load_pair(
     ]
     calibration = None
     if on_metal():
-        calibration = Calibration(data_folder(), calibrate, notices)
+        calibration = Calibration(data_folder(), calibrate, exact, notices)
         drafter_here = assistant.module if assistant is not None and device == here else None
         calibration.prepare(target.module, drafter_here)
     return Pair(
@@ -139,6 +141,7 @@ def load_pair(
         memory_limit=None if force_fit else fit.device_bytes(),
         restore_limits=restore_limits,
         calibration=calibration,
+        exact=exact,
         load_s=time.perf_counter() - started,
     )
 

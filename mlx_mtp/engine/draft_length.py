@@ -209,6 +209,12 @@ class AutoLength:
         self._turn = 0
         self._rows, self._matched = 1, MATCHED
 
+    def limit(self, most: int) -> None:
+        """Never choose more drafts than this from now on."""
+        self.max_draft = min(self.max_draft, most)
+        self.copies = [n for n in self.copies if n <= most]
+        self._trials = deque(shape for shape in self._trials if shape.draft_len <= most)
+
     def choose(self, match: bool = False) -> Shape:
         shape = self._choose(match)
         self.chosen[shape] += 1

@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from mlx_mtp.engine.batch import Batch, Row
 from mlx_mtp.engine.copying import Copies
-from mlx_mtp.engine.draft_length import AutoLength, DraftLength, Outcome, Shape
+from mlx_mtp.engine.draft_length import MAX_DRAFT, AutoLength, DraftLength, Outcome, Shape
 from mlx_mtp.engine.grammars import masks_of
 from mlx_mtp.engine.kv import BLOCK, KVLayout, capacity_for, nbytes
 from mlx_mtp.engine.memory import Memory
@@ -93,6 +93,7 @@ class Engine:
         self.context = min(target.config.text.max_position_embeddings, max_kv or 1 << 62)
         self.waits = 0  # how often the host waited for the device
         self.grown = 0  # how often buffers were copied: into larger ones, or another bucket
+        self._most_drafts, self._why = MAX_DRAFT, ""
         self.grammar_rounds = 0  # rounds that waited for their drafts, too, and ran nothing ahead
         self.rounds = Rounds(target, drafter, self.layout, self.policy.compile, drafter_device)
         self._batch = Batch(self.layout, rows, cache_bytes)
@@ -108,6 +109,11 @@ class Engine:
     def busy(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._waiting or self._prefill or self._flights or self._batch.running)
+
+    @property
+    def most_rows(self) -> int:
+        """Requests that it decodes at a time."""
+        return self._batch.most
 
     @property
     def _reserved(self) -> list[Row]:
@@ -151,6 +157,8 @@ class Engine:
             raise ContextError(prompt, self.context)
         if not all(0 <= token < vocabulary for token in request.prompt):
             raise UsageError(f"the prompt has token ids outside the vocabulary of {vocabulary}")
+        if (request.draft_len or 0) > self._most_drafts:
+            raise UsageError(f"a draft length of {request.draft_len} cannot be had: {self._why}")
         request.processing.check(vocabulary)
         room = self._room(prompt, request.max_tokens)
         request.max_tokens = min(request.max_tokens, room - prompt)
@@ -199,6 +207,13 @@ class Engine:
             self._end_prefill(self._prefill)
         else:
             self._release([row for row in self._batch.rows if row.request is request])
+
+    def limit_drafts(self, most: int, why: str) -> None:
+        """Refuse requests that fix a longer draft length, and never choose one. Of a controller of
+        one's own only `AutoLength` heeds it."""
+        self._most_drafts, self._why = most, why
+        if isinstance(self.draft_length, AutoLength):
+            self.draft_length.limit(most)
 
     def forget(self, session: str) -> None:
         """Let go of what is kept under that name, and of what runs under it once that ends."""

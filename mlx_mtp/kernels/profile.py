@@ -28,11 +28,9 @@ def machine() -> dict[str, str]:
 
 @dataclass
 class Profile:
-    """wins: key of an operation -> rows -> the way to use; missing means not raced yet. stable:
-    key -> ways whose rows are bit-equal to the row alone."""
+    """wins: key of an operation -> rows -> the way to use; missing means not raced yet."""
 
     wins: dict[str, dict[int, str]] = field(default_factory=dict)
-    stable: dict[str, list[str]] = field(default_factory=dict)
 
     def raced(self, key: str, rows: int) -> bool:
         return rows in self.wins.get(key, {})
@@ -44,9 +42,6 @@ class Profile:
     def learn(self, outcome: Outcome) -> None:
         for key, rows in outcome.wins.items():
             self.wins.setdefault(key, {}).update(rows)
-        for key, ways in outcome.stable.items():
-            before = set(self.stable.get(key, ways))
-            self.stable[key] = sorted(before & ways)
 
     @classmethod
     def load(cls, folder: Path) -> tuple[Profile, str | None]:
@@ -55,8 +50,7 @@ class Profile:
         try:
             raw = json.loads(path.read_text("utf-8"))
             profile = cls(
-                {k: {int(n): str(w) for n, w in rows.items()} for k, rows in raw["wins"].items()},
-                {key: [str(way) for way in ways] for key, ways in raw["stable"].items()},
+                {k: {int(n): str(w) for n, w in rows.items()} for k, rows in raw["wins"].items()}
             )
             same = raw["machine"] == machine()
         except FileNotFoundError:
@@ -69,7 +63,7 @@ class Profile:
 
     def save(self, folder: Path) -> None:
         """Raises OSError."""
-        raw = {"machine": machine(), "wins": self.wins, "stable": self.stable}
+        raw = {"machine": machine(), "wins": self.wins}
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f"kernels.json.{os.getpid()}"
         temporary.write_text(json.dumps(raw, indent=1), "utf-8")

@@ -33,27 +33,21 @@ class Way(Protocol):
 @dataclass(frozen=True)
 class Contest:
     """One operation at one number of rows. ways: by name, what competes with `stock`. bound: how
-    far a right result may be from stock's, relative to its largest value.
-
-    alone: the same way for the first row alone, to see whether the two are bit-equal.
-    """
+    far a right result may be from stock's, relative to its largest value."""
 
     key: str
     rows: int
     stock: Way
     ways: Mapping[str, Way]
     bound: float
-    alone: Mapping[str, Way] = field(default_factory=dict)
 
 
 @dataclass
 class Outcome:
-    """wins: key -> rows -> the way to use, 'stock' included. stable: key -> ways that gave the
-    first row bit for bit what it is alone, at all rows raced. wrong: a line for each way that
+    """wins: key -> rows -> the way to use, 'stock' included. wrong: a line for each way that
     failed. left: contests that there was no time for."""
 
     wins: dict[str, dict[int, str]] = field(default_factory=dict)
-    stable: dict[str, set[str]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     left: int = 0
 
@@ -87,23 +81,14 @@ def _check(contest: Contest, outcome: Outcome) -> list[str]:
         try:
             found = way(0)
             error = float(mx.abs(found.astype(mx.float32) - wanted).max()) / scale
-            stable = name not in contest.alone or _first_row_is(found, contest.alone[name](0))
         except (RuntimeError, ValueError) as fault:  # as Metal's compiler refuses a source
             outcome.wrong.append(f"{where}: {str(fault).strip().splitlines()[0]}")
             continue
-        before = outcome.stable.setdefault(contest.key, set(contest.ways))
-        if not stable:
-            before.discard(name)
         if not error <= contest.bound:
             outcome.wrong.append(f"{where}: off by {error:.1e}, {contest.bound:.0e} is allowed")
-            before.discard(name)
             continue
         right.append(name)
     return right
-
-
-def _first_row_is(block: mx.array, alone: mx.array) -> bool:
-    return bool(mx.array_equal(block[:1], alone))
 
 
 def _fastest(contest: Contest, right: list[str], clock: Callable[[], float]) -> str:

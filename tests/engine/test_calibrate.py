@@ -62,8 +62,6 @@ def test_every_way_gives_what_stock_gives_at_every_number_of_rows():
                 assert wanted.shape[0] == rows
                 for name, way in entry.ways.items():
                     assert mx.allclose(way(0), wanted, rtol=1e-4, atol=1e-5), (site.key, name)
-                    alone = entry.alone[name](0)
-                    assert mx.allclose(alone, wanted[:1], rtol=1e-4, atol=1e-5), (site.key, name)
 
 
 @pytest.mark.parametrize("bits", [None, 8])

@@ -104,10 +104,3 @@ def test_the_budget_ends_it_and_says_what_is_left(track):
     outcome = race([make] * 10, 10.0, track.clock)
     assert len(made) + outcome.left == 10
     assert 0 < outcome.left < 10
-
-
-def test_rows_that_change_with_their_company_are_not_stable(track):
-    entry = contest(track, 3.0, tile=1.0, matrix=1.0)
-    alone = {"tile": track.way(0, RIGHT[:1]), "matrix": track.way(0, RIGHT[:1] + 1e-6)}
-    steady = Contest(entry.key, 2, entry.stock, entry.ways, entry.bound, alone)
-    assert race([lambda: steady], 1e9, track.clock).stable == {"key": {"tile"}}
