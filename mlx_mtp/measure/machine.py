@@ -101,7 +101,7 @@ def named(chip: str, memory_gb: float) -> Machine:
 
 def chip_of(name: str, memory: int) -> Chip | None:
     """The chip that goes by that name, "Apple M4 Pro" or "m4 pro", in a machine of that memory."""
-    wanted = name.lower().removeprefix("apple").split()
+    wanted = name.lower().replace("apple", "").split()
     found = next((c for c in CHIPS if c.name.lower().split() == wanted), None)
     smaller = found and _SMALLER.get((found.name, memory >> 30))
     if found and smaller:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import subprocess
+from itertools import pairwise
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_a_max_of_the_smaller_kind_is_known_by_its_memory():
 
 
 def test_an_unknown_chip_is_answered_with_the_known_ones():
-    with pytest.raises(UsageError, match="'M9' is not known; known are M1, M1 Pro, .* M5 Max"):
+    with pytest.raises(UsageError, match=r"'M9' is not known; known are M1, M1 Pro, .* M5 Max"):
         named("M9", 16)
 
 
@@ -43,7 +44,7 @@ def test_no_memory_is_refused(memory):
 
 def test_chips_of_a_family_differ_in_what_they_do():
     assert len({c.name for c in CHIPS}) == len(CHIPS)
-    for one, next_ in zip(CHIPS, CHIPS[1:], strict=False):
+    for one, next_ in pairwise(CHIPS):
         if one.generation == next_.generation:
             assert (one.bandwidth, one.flops) < (next_.bandwidth, next_.flops)
 
