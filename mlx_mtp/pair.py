@@ -69,7 +69,7 @@ class Pair:
     drafter_bits: bits of the drafter's matrices in memory, 0 for floats. drafter_device: "cpu" or
     "gpu", which it is laid out for. Both are None without a drafter.
     memory_limit: bytes that weights and KV may take, None for no limit. restore_limits: puts MLX's
-    wired limit, which loading raised on Metal, back to what it was. draft_length: chooses the draft
+    limits, which loading set on Metal, back to what they were. draft_length: chooses the draft
     length where it is left open, and learns as long as the pair lives. compiled: whether rounds are
     faster compiled, once that was measured.
     calibration: which kernels are used here, None off Metal. exact: draft only as far as a verify

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,18 +69,21 @@ def check(
     float32: bool = False,
     *,
     available: int | None = None,
+    others: int = 0,
     quantized: bool = True,
 ) -> None:
     """Raises FitError, one line, when weights (target, drafter) and 8k positions of KV exceed
-    the device. `quantized`: whether the target is already packed."""
-    available = device_bytes() if available is None else available
+    the device, of which other processes keep `others` bytes. `quantized`: whether the target is
+    already packed."""
+    available = max((device_bytes() if available is None else available) - others, 0)
     kv = kv_bytes(text, mx.float32 if float32 else mx.bfloat16)
     needed = sum(weights) + kv
     if needed <= available:
         return
     raise FitError(
         f"this needs {gb(needed)} (weights {gb(sum(weights))}, KV for {POSITIONS} positions "
-        f"{gb(kv)}), but the device has {gb(available)}; "
+        f"{gb(kv)}), but the device has {gb(available)}"
+        f"{f' beside {gb(others)} of other mlx-mtp processes' if others else ''}; "
         f"{_what_fits(weights, kv, text, available, quantized)}; --force-fit loads it anyway"
     )
 
@@ -113,33 +116,6 @@ def check_disk(download: int, folder: Path, *, free: int | None = None) -> None:
             f"{gb(free)} free on the disk of {folder}; free some space or set HF_HOME to another "
             "disk; --force-fit downloads anyway"
         )
-
-
-def wired_limit(wanted: int, device: int) -> tuple[int, str | None]:
-    """(bytes to wire, a notice when that is less than wanted)."""
-    if wanted <= device:
-        return wanted, None
-    return (
-        device,
-        f"wired memory is limited to {gb(device)}, the device's maximum, not {gb(wanted)}",
-    )
-
-
-def set_memory_limits(weights: int, headroom: int) -> tuple[Callable[[], None], str | None]:
-    """On Metal, keeps weights and `headroom` bytes wired, clamped to the device's maximum;
-    elsewhere does nothing. Gives back (a function that restores the limit before, a notice)."""
-    if not mx.metal.is_available():
-        return (lambda: None), None
-    info: Mapping[str, object] = mx.device_info()
-    limit, notice = wired_limit(
-        weights + headroom, int(str(info["max_recommended_working_set_size"]))
-    )
-    before = mx.set_wired_limit(limit)
-
-    def restore() -> None:
-        mx.set_wired_limit(before)
-
-    return restore, notice
 
 
 def gb(size: float) -> str:

@@ -7,6 +7,7 @@ a few kilobytes were read, never after a download.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from mlx_mtp.text.tokenizer import Tokenizer
 from mlx_mtp.weights import fit
 from mlx_mtp.weights.checkpoint import Checkpoint, Folder, Progress
 from mlx_mtp.weights.find import find_pair
+from mlx_mtp.weights.limits import limit_memory, wired_by_others
 from mlx_mtp.weights.planned import Model, Planned, plan_drafter, plan_target
 
 DRAFTER_BITS = (0, 4, 6, 8)
@@ -78,11 +80,13 @@ def load_pair(
             drafter_bits = _pack(assistant, drafter_bits)
             own = float32 if device == here else _float32_pays(assistant)
         planned.append((assistant, own, device))
+    others = wired_by_others(data_folder() / "wired")
     if not force_fit:
         fit.check(
             [p.nbytes(in_float32) for p, in_float32, _ in planned],
             target.text,
             float32,
+            others=others,
             quantized=bool(target.quantized),
         )
         downloads: dict[Path, int] = {}
@@ -91,28 +95,16 @@ def load_pair(
             downloads[p.source.disk] = downloads.get(p.source.disk, 0) + size
         for disk, size in downloads.items():
             fit.check_disk(size, disk)
-    folder = target.source.fetch(target.files, progress)
-    with ThreadPoolExecutor(1) as pool:
-        words: Future[tuple[Tokenizer, ChatTemplate | None]] | None = None
-
-        def step(what: str, done: int, total: int) -> None:
-            # Parsing holds Python's lock, so it begins where reading is about to let go of it.
-            nonlocal words
-            words = words or pool.submit(_words, folder, target)
-            if words.done():
-                words.result()  # an error ends the reading
-            if progress is not None:
-                progress(what, done, total)
-
-        for p, in_float32, place in planned:
-            with mx.stream(place):
-                p.read(float32=in_float32, progress=step)
-        assert words is not None
-        tokenizer, template = words.result()
-    weights_bytes = sum(p.loaded_bytes() for p, *_ in planned)
+    planned_bytes = sum(p.nbytes(in_float32) for p, in_float32, _ in planned)
     # A tenth of the weights is what activations and allocation take beside them, at the most.
-    headroom = fit.kv_bytes(target.text, target.module.dtype) + weights_bytes // 10
-    restore_limits, limited = fit.set_memory_limits(weights_bytes, headroom)
+    headroom = fit.kv_bytes(target.text, mx.float32 if float32 else mx.bfloat16)
+    headroom += planned_bytes // 10
+    restore_limits, limited = limit_memory(planned_bytes, headroom, data_folder() / "wired")
+    try:
+        tokenizer, template = _read(planned, target, progress)
+    except BaseException:
+        restore_limits()
+        raise
     notices = [
         *found.notices,
         *(notice for p, *_ in planned for notice in p.notices),
@@ -137,8 +129,8 @@ def load_pair(
         drafter_bits=None if assistant is None else drafter_bits,
         drafter_device=None if assistant is None else device.type.name,
         notices=notices,
-        weights_bytes=weights_bytes,
-        memory_limit=None if force_fit else fit.device_bytes(),
+        weights_bytes=sum(p.loaded_bytes() for p, *_ in planned),
+        memory_limit=None if force_fit else max(fit.device_bytes() - others, 0),
         restore_limits=restore_limits,
         calibration=calibration,
         exact=exact,
@@ -169,6 +161,32 @@ def _device(asked: str | None) -> mx.Device:
     if asked == "gpu" and not mx.is_available(mx.gpu):
         raise UsageError("the drafter device is gpu, but MLX finds no GPU here")
     return mx.default_device() if asked is None else mx.Device(getattr(mx, asked))
+
+
+def _read(
+    planned: Sequence[tuple[Planned[Target] | Planned[Drafter], bool, mx.Device]],
+    target: Planned[Target],
+    progress: Progress | None,
+) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Fetch and read all weights, and beside them the target's tokenizer and template."""
+    folder = target.source.fetch(target.files, progress)
+    with ThreadPoolExecutor(1) as pool:
+        words: Future[tuple[Tokenizer, ChatTemplate | None]] | None = None
+
+        def step(what: str, done: int, total: int) -> None:
+            # Parsing holds Python's lock, so it begins where reading is about to let go of it.
+            nonlocal words
+            words = words or pool.submit(_words, folder, target)
+            if words.done():
+                words.result()  # an error ends the reading
+            if progress is not None:
+                progress(what, done, total)
+
+        for p, in_float32, place in planned:
+            with mx.stream(place):
+                p.read(float32=in_float32, progress=step)
+        assert words is not None
+        return words.result()
 
 
 def _words(folder: Path, target: Planned[Target]) -> tuple[Tokenizer, ChatTemplate | None]:

@@ -75,37 +75,3 @@ def test_the_disk_keeps_two_gigabytes(tmp_path: Path) -> None:
 
 def test_device_bytes_is_the_memory_of_this_machine() -> None:
     assert fit.device_bytes() > GB
-
-
-def test_case_j03_a_wired_limit_above_the_maximum_is_clamped_and_said() -> None:
-    assert fit.wired_limit(5 * GB, 8 * GB) == (5 * GB, None)
-    limit, notice = fit.wired_limit(9 * GB, 8 * GB)
-    assert limit == 8 * GB
-    assert notice is not None
-    assert "9.0 GB" in notice
-
-
-def test_case_j02_wired_memory_is_model_and_headroom_and_can_be_restored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    limits = [123]
-
-    def set_wired_limit(limit: int) -> int:
-        limits.append(limit)
-        return limits[-2]
-
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 8 * GB})
-    monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
-    restore, notice = fit.set_memory_limits(3 * GB, GB)
-    assert (limits[-1], notice) == (4 * GB, None)
-    restore()
-    assert limits[-1] == 123
-
-
-def test_case_j02_elsewhere_limits_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    monkeypatch.setattr(mx, "set_wired_limit", lambda _: pytest.fail("not on this device"))
-    restore, notice = fit.set_memory_limits(3 * GB, GB)
-    restore()
-    assert notice is None
