@@ -20,13 +20,14 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from mlx_mtp.measure.peers import Worker
 
 LANES = {
     "ours_mtp": "ours",
@@ -63,40 +64,6 @@ class Column:
 
     def figures(self) -> dict[str, float | bool]:
         return {**{lane: self.median(lane) for lane in LANES}, "same_text": self.same_text}
-
-
-class Worker:
-    """A contestant's process."""
-
-    def __init__(self, name: str, target: Path, drafter: Path, scratch: Path):
-        scratch.mkdir(parents=True)
-        self.name, self.log = name, scratch / "log"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.peers", name, str(target), str(drafter)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("w"),
-            env=os.environ | {"TMPDIR": str(scratch)},
-            text=True,
-        )
-        self.version = self._answer()["version"]
-
-    def ask(self, **request: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.name} ended:\n{self.log.read_text()[-2000:]}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        self.process.communicate()
 
 
 def measure(

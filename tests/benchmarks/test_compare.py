@@ -7,11 +7,11 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from benchmarks import peers
 from benchmarks.compare import LANES, Column, as_json, main, table
 from benchmarks.shapes import Shape, write_pair
 from mlx_mtp.engine.draft_length import FixedLength
 from mlx_mtp.engine.session import Engine, Request
+from mlx_mtp.measure import peers
 from mlx_mtp.weights.load import load_drafter, load_target
 from tests.checkpoints import PREFIXES, F, S
 

@@ -1,12 +1,13 @@
-"""The contestants of `benchmarks.compare`: one process each, a request a line in, a result out.
+"""Other programs on the same weights and prompts, for `bench --vs` and `benchmarks.compare`.
 
-    python -m benchmarks.peers ours|mlx-lm|mlx-vlm TARGET DRAFTER
+    python -m mlx_mtp.measure.peers ours|mlx-lm|mlx-vlm TARGET DRAFTER
 
-A request is {"prompt", "max_tokens", "eos", "draft_len", "compiled"}, a result {"tokens",
-"seconds", "cpu_seconds", "counted", "rounds"}: `counted` tokens came in `rounds` and `seconds`
-after the first one. The last round is left out: a loop that runs ahead has less left to do there
-than one that waits. `cpu_seconds` are the process's, which a busy machine moves less. mlx-lm
-decodes plainly and ignores `draft_len`; neither peer has anything to compile.
+is one contestant: a request a line in, a result out. A request is {"prompt", "max_tokens", "eos",
+"draft_len", "compiled"}, a result {"tokens", "seconds", "cpu_seconds", "counted", "rounds"}:
+`counted` tokens came in `rounds` and `seconds` after the first one. The last round is left out: a
+loop that runs ahead has less left to do there than one that waits. `cpu_seconds` are the process's,
+which a busy machine moves less. mlx-lm decodes plainly and ignores `draft_len`; neither peer has
+anything to compile. Ollama is a server with models of its own and is only asked.
 """
 
 from __future__ import annotations
@@ -14,17 +15,102 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
+from mlx_mtp.errors import MtpError, UsageError
 from mlx_mtp.models.layers import on_cpu
 
 Stream = Generator[tuple[int, int]]  # token, number of the round that brought it
+
+
+class Worker:
+    """A contestant's process. Raises MtpError where it ends."""
+
+    def __init__(self, name: str, target: Path, drafter: Path, scratch: Path):
+        scratch.mkdir(parents=True)
+        self.name, self.log = name, scratch / "log"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mlx_mtp.measure.peers", name, str(target), str(drafter)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log.open("w"),
+            env=os.environ | {"TMPDIR": str(scratch)},
+            text=True,
+        )
+        self.version = self._answer()["version"]
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
+            raise MtpError(f"{self.name} ended: {''.join(last) or 'it said nothing'}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+class Ollama:
+    """A model of the Ollama server at `host` (OLLAMA_HOST's form). Raises UsageError where there is
+    no server, or none that answers with its counts, or no such model."""
+
+    def __init__(self, model: str, host: str | None):
+        host = host or "127.0.0.1"
+        host = host if "://" in host else f"http://{host}"
+        self.url = host if host.rpartition(":")[2].strip("/").isdigit() else f"{host}:11434"
+        self.model = model
+        self.version = self._ask("version", None)["version"]
+        self.run("Hello", 1, raw=False)  # loads it
+
+    def run(self, prompt: str, max_tokens: int, *, raw: bool) -> tuple[int, float]:
+        """Tokens and seconds of a greedy answer, as the server counts them; WAITS for it."""
+        asked: dict[str, Any] = {
+            "model": self.model,
+            "stream": False,
+            "options": {"temperature": 0, "num_predict": max_tokens},
+        }
+        if raw:
+            answer = self._ask("generate", asked | {"prompt": prompt, "raw": True})
+        else:
+            turn = {"role": "user", "content": prompt}
+            answer = self._ask("chat", asked | {"messages": [turn], "think": False})
+        try:
+            return int(answer["eval_count"]), int(answer["eval_duration"]) / 1e9
+        except (KeyError, TypeError, ValueError):
+            raise UsageError(f"Ollama at {self.url} answers without its counts") from None
+
+    def _ask(self, what: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        asked = urllib.request.Request(f"{self.url}/api/{what}", data)
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with direct.open(asked, timeout=600) as response:
+                answer: dict[str, Any] = json.load(response)
+        except urllib.error.HTTPError as error:
+            said = error.read(300).decode(errors="replace").strip()
+            raise UsageError(f"Ollama at {self.url} refuses {self.model}: {said}") from None
+        except (OSError, ValueError) as error:
+            why = getattr(error, "reason", error)
+            raise UsageError(f"Ollama cannot be reached at {self.url}: {why}") from None
+        return answer
 
 
 class Ours:
@@ -84,7 +170,12 @@ class MlxVlm:
         text = gemma4.config.TextConfig.from_dict(raw.get("text_config", raw))
         vision = gemma4.config.VisionConfig(num_hidden_layers=1, hidden_size=64)
         self.model = gemma4.Model(gemma4.ModelConfig(text_config=text, vision_config=vision))
-        weights = {text_name(name): array for name, array in read(target).items()}
+        named = {text_name(name): array for name, array in read(target).items()}
+        weights = {name: array for name, array in named.items() if name.startswith("model.")}
+        if scheme := raw.get("quantization"):
+            unpack = unpacking(scheme, weights)
+            how = {key: scheme[key] for key in ("group_size", "bits", "mode") if key in scheme}
+            nn.quantize(self.model.language_model, class_predicate=unpack, **how)
         self.model.language_model.load_weights(list(weights.items()))
         raw = json.loads((drafter / "config.json").read_text())
         self.drafter = gemma4_assistant.Model(gemma4_assistant.ModelConfig.from_dict(raw))
@@ -124,6 +215,12 @@ def text_name(name: str) -> str:
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)
     return name
+
+
+def unpacking(scheme: dict[str, Any], weights: dict[str, mx.array]) -> Any:
+    """Which modules are stored packed, and how where it is not as the most: for nn.quantize."""
+    own = {text_name(name): how for name, how in scheme.items() if isinstance(how, dict)}
+    return lambda path, _: f"{path}.scales" in weights and own.get(path, True)
 
 
 def read(folder: Path) -> dict[str, mx.array]:

@@ -1,0 +1,500 @@
+"""Tokens/s by draft length, drafter, batch, kind of prompt and temperature, beside plain decoding.
+
+All ways to decode take turns on every prompt, and in every turn another one comes first, so that a
+busy or a hot machine slows all alike: what counts is the ratio to plain decoding in the same turn.
+Tokens are counted from the first one on, prefill left out, up to EOS; prompts with an answer that
+is too short to time are left out. Sampled answers have a seed, so texts can be compared there, too.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import date
+from functools import partial
+from importlib import metadata
+from itertools import pairwise, takewhile, zip_longest
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+from mlx_mtp.engine.batch import Batch
+from mlx_mtp.engine.draft_length import MAX_DRAFT, FixedLength, check_draft_len
+from mlx_mtp.engine.prefill import Prefill
+from mlx_mtp.engine.requests import Request
+from mlx_mtp.engine.round import Proposed, RoundShape, accept, draft, verify
+from mlx_mtp.engine.sampling import Sampling
+from mlx_mtp.engine.session import MAX_ROWS, Engine
+from mlx_mtp.errors import MtpError, UsageError
+from mlx_mtp.generation import Options, prompt_ids
+from mlx_mtp.pair import Pair
+
+FORMAT = 1
+PLAIN, ALL = "0", "all"  # a way; the kind that is all of them
+LEAST = 16  # tokens of an answer that can be timed
+Spread = tuple[float, float, float]  # lower quartile, median, upper quartile
+Progress = Callable[[int, int], None]  # turns done, of
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured. draft_lens: None is auto. prompts: by kind. cool_down: seconds before each
+    turn. Raises UsageError."""
+
+    prompts: Mapping[str, Sequence[str]]
+    draft_lens: tuple[int | None, ...] = (0, 1, 2, 4, 6, 8, None)
+    batches: tuple[int, ...] = (1,)
+    temps: tuple[float, ...] = (0.0,)
+    max_tokens: int = 64
+    repeats: int = 3
+    cool_down: float = 0.0
+
+    def __post_init__(self) -> None:
+        for length in self.draft_lens:
+            check_draft_len(length or 0)
+        for temp in self.temps:
+            Sampling(temp)
+        if not all(1 <= batch <= MAX_ROWS for batch in self.batches):
+            raise UsageError(f"a batch is {self.batches}; it must have 1 to {MAX_ROWS} rows")
+        if self.max_tokens < 2 or self.repeats < 1 or not 0 <= self.cool_down <= 3600:
+            raise UsageError(
+                f"max-tokens is {self.max_tokens}, repeats {self.repeats}, cool-down "
+                f"{self.cool_down:g}; they must be 2 or more, 1 or more, and 0 to 3600 seconds"
+            )
+        if not any(self.prompts.values()):
+            raise UsageError("there is no prompt to measure with")
+
+
+@dataclass(frozen=True)
+class Question:
+    text: str
+    ids: list[int]
+    raw: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way's answers to a turn's questions: `counted` tokens in `seconds`. texts: token ids,
+    where they are known; by position: drafted, accepted."""
+
+    counted: int
+    seconds: float
+    emitted: int = 0  # tokens that `rounds` brought
+    rounds: int = 0
+    texts: tuple[list[int], ...] = ()
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+    @property
+    def tps(self) -> float:
+        return self.counted / self.seconds
+
+
+Runner = Callable[[list[Question]], Run]
+Part = TypeVar("Part", "Cell", "RoundCost")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One figure's place and what was measured there. way: a draft length, "auto", or another
+    program. ratio: to plain decoding in the same turn. acceptance: by position. agreement: the
+    share of leading tokens that are those of the prompt alone, plainly decoded; identical: for
+    each answer, whether all are. None where the program does not say."""
+
+    drafter: str
+    batch: int
+    temp: float
+    kind: str
+    way: str
+    turns: int
+    tps: Spread
+    ratio: Spread
+    tokens_per_round: float | None
+    acceptance: tuple[float, ...]
+    agreement: float | None
+    identical: tuple[bool, ...]
+
+    @property
+    def key(self) -> tuple[str, int, float, str, str]:
+        return self.drafter, self.batch, self.temp, self.kind, self.way
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """Seconds of one row's round with so many drafts: the device's for draft and verify, and all
+    that the host does beside them. Part by part, nothing run ahead or compiled: the sum is more
+    than a round takes where that is done."""
+
+    drafter: str
+    drafts: int
+    draft: float
+    verify: float
+    host: float
+
+
+@dataclass(frozen=True)
+class Report:
+    machine: dict[str, str]
+    model: str
+    made: str
+    settings: dict[str, Any]
+    cells: list[Cell]
+    rounds: list[RoundCost]
+    notices: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, raw: Any, where: str) -> Report:
+        """Raises UsageError for what `to_dict` cannot have made."""
+        try:
+            if raw["format"] != FORMAT:
+                raise ValueError(f"its format is {raw['format']!r}, not {FORMAT}")
+            return cls(
+                {str(k): str(v) for k, v in raw["machine"].items()},
+                str(raw["model"]),
+                str(raw["made"]),
+                dict(raw["settings"]),
+                [_checked(Cell, cell) for cell in raw["cells"]],
+                [_checked(RoundCost, cost) for cost in raw["rounds"]],
+                [str(line) for line in raw["notices"]],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise UsageError(f"{where} is no report of mlx-mtp bench: {said}") from None
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < math.inf
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {  # by a field's annotation
+    "str": lambda value: isinstance(value, str),
+    "int": lambda value: isinstance(value, int),
+    "float": _number,
+    "float | None": lambda value: value is None or _number(value),
+    "Spread": lambda value: len(value) == 3 and all(_number(n) and n > 0 for n in value),
+    "tuple[float, ...]": lambda value: all(map(_number, value)),
+    "tuple[bool, ...]": lambda value: all(isinstance(one, bool) for one in value),
+}
+
+
+def _checked(kind: type[Part], raw: dict[str, Any]) -> Part:
+    """Raises TypeError or ValueError."""
+    made = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
+    for its in fields(made):  # type: ignore[arg-type]
+        if not _CHECKS[str(its.type)](value := getattr(made, its.name)):
+            raise ValueError(f"{its.name} is {value!r}")
+    return made
+
+
+def machine() -> dict[str, str]:
+    """What a report says of this machine: no name of it or of its user."""
+    from mlx_mtp.measure.machine import this_machine
+
+    here, info = this_machine(), mx.device_info()
+    chip = here.chip.name if here.chip else str(info.get("device_name", platform.machine()))
+    return {
+        "chip": chip,
+        "memory": f"{here.memory / (1 << 30):.0f} GB",
+        "cores": str(os.cpu_count()),
+        "system": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",
+        "device": mx.default_device().type.name,
+        "mlx": metadata.version("mlx"),
+        "mlx-mtp": metadata.version("mlx-mtp"),
+    }
+
+
+def measure(
+    pairs: Iterable[tuple[str, Pair]],
+    plan: Plan,
+    others: Callable[[str], Mapping[str, Runner]] = lambda drafter: {},
+    progress: Progress = lambda done, total: None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Report:
+    """The whole sweep; WAITS. pairs: drafter's name and pair, one in memory at a time. others:
+    programs to compare with, which take part at batch 1, temperature 0. `say`: notices, at once,
+    that the report holds, too."""
+    notices: list[str] = []
+    cells: list[Cell] = []
+    costs: list[RoundCost] = []
+    model = ""
+
+    def tell(line: str) -> None:
+        if line not in notices:
+            notices.append(line)
+            say(line)
+
+    for drafter, pair in pairs:
+        model = pair.name
+        if pair.drafter is None and any(length != 0 for length in plan.draft_lens):
+            raise UsageError(
+                f"{model} has no drafter here: --drafter names one, --draft-lens 0 measures "
+                "plain decoding"
+            )
+        for notice in pair.notices:
+            tell(notice)
+        kept = questions(pair, plan, tell)
+        costs += round_costs(pair, drafter, next(iter(kept.values()))[0])
+        for batch in plan.batches:
+            for temp in plan.temps:
+                beside = others(drafter) if batch == 1 and temp == 0 else {}
+                cells += _group(pair, drafter, plan, kept, batch, temp, beside, progress)
+    settings = {
+        "prompts": {kind: len(asked) for kind, asked in plan.prompts.items()},
+        "max_tokens": plan.max_tokens,
+        "repeats": plan.repeats,
+        "cool_down": plan.cool_down,
+    }
+    return Report(machine(), model, date.today().isoformat(), settings, cells, costs, notices)
+
+
+def questions(pair: Pair, plan: Plan, tell: Callable[[str], None]) -> dict[str, list[Question]]:
+    """The plan's prompts whose plain greedy answers are long enough, by kind."""
+    raw, least = pair.template is None, min(LEAST, plan.max_tokens)
+    if raw:
+        tell(f"{pair.name} has no chat template: prompts are completed as they are")
+    engine, kept = pair.engine(draft_length=FixedLength(0)), dict[str, list[Question]]()
+    for kind, prompts in plan.prompts.items():
+        asked = [Question(text, prompt_ids(pair, text, Options(raw=raw)), raw) for text in prompts]
+        answers = [decode(pair, engine, 0, 0.0, plan.max_tokens, [one]).texts[0] for one in asked]
+        long = [one for one, tokens in zip(asked, answers, strict=True) if len(tokens) >= least]
+        if len(long) < len(asked):
+            tell(
+                f"{kind}: {len(asked) - len(long)} of {len(asked)} prompts are left out, their "
+                f"answers have under {least} tokens"
+            )
+        if long:
+            kept[kind] = long
+    engine.close()
+    if not kept:
+        raise UsageError(f"no prompt has an answer of {least} tokens, too few to time")
+    return kept
+
+
+def decode(
+    pair: Pair,
+    engine: Engine,
+    draft_len: int | None,
+    temp: float,
+    max_tokens: int,
+    asked: list[Question],
+) -> Run:
+    """One turn of this engine, again where a graph had to be traced in it; WAITS."""
+    while True:
+        traces = engine.rounds.traces
+        run = _decode(pair, engine, draft_len, temp, max_tokens, asked)
+        if engine.rounds.traces == traces:
+            return run
+
+
+def _decode(
+    pair: Pair,
+    engine: Engine,
+    draft_len: int | None,
+    temp: float,
+    max_tokens: int,
+    asked: list[Question],
+) -> Run:
+    options = Options(temperature=temp, seed=0)
+    requests = [
+        Request(
+            question.ids,
+            max_tokens,
+            options.sampling(pair.defaults),
+            options.processing(pair.defaults),
+            eos=frozenset(pair.defaults.eos_token_ids),
+            draft_len=draft_len,
+        )
+        for question in asked
+    ]
+    for request in requests:
+        engine.add(request)
+    while any(not r.tokens and r.finish_reason is None for r in requests):
+        engine.step()
+    before, started = sum(len(r.tokens) for r in requests), time.perf_counter()
+    while engine.busy:
+        engine.step()
+    seconds = time.perf_counter() - started
+    if failed := next((r.error for r in requests if r.error), None):
+        raise MtpError(failed)
+    stats = [r.stats for r in requests]
+    return Run(
+        sum(len(r.tokens) for r in requests) - before,
+        seconds,
+        sum(s.completion_tokens - 1 for s in stats),
+        sum(s.rounds for s in stats),
+        tuple(r.tokens for r in requests),
+        tuple(map(sum, zip(*(s.drafted_by_position for s in stats), strict=True))),
+        tuple(map(sum, zip(*(s.accepted_by_position for s in stats), strict=True))),
+    )
+
+
+def _group(
+    pair: Pair,
+    drafter: str,
+    plan: Plan,
+    kept: Mapping[str, list[Question]],
+    batch: int,
+    temp: float,
+    others: Mapping[str, Runner],
+    progress: Progress,
+) -> list[Cell]:
+    """The cells of one drafter, batch and temperature, turn by turn."""
+    # Only `auto` learns, as a user's does: from its own rounds, and from those before.
+    auto = pair.engine(rows=batch)
+    fixed = pair.engine(rows=batch, draft_length=FixedLength(0))
+    ways: dict[str, Runner] = {}
+    for length in dict.fromkeys((0, *plan.draft_lens)):
+        engine = auto if length is None else fixed
+        name = "auto" if length is None else str(length)
+        ways[name] = partial(decode, pair, engine, length, temp, plan.max_tokens)
+    ways |= others
+    turns = [
+        (kind, [asked[(i + j) % len(asked)] for j in range(batch)])
+        for kind, asked in kept.items()
+        for i in range(len(asked))
+    ]
+    alone = {id(q): ways[PLAIN]([q]).texts[0] for asked in kept.values() for q in asked}
+    for run in ways.values():
+        run(turns[0][1])
+    found: dict[tuple[str, str], list[tuple[int, Run, float]]] = {}
+    total = plan.repeats * len(turns)
+    for number in range(total):
+        progress(number, total)
+        time.sleep(plan.cool_down)
+        turn = number % len(turns)
+        kind, asked = turns[turn]
+        runs = {name: ways[name](asked) for name in rotated(list(ways), number)}
+        for name, run in runs.items():
+            for place in (kind, ALL) if len(kept) > 1 else (kind,):
+                sample = turn, run, run.tps / runs[PLAIN].tps
+                found.setdefault((place, name), []).append(sample)
+    progress(total, total)
+    auto.close()
+    fixed.close()
+    texts = [[alone[id(question)] for question in asked] for _, asked in turns]
+    return [
+        cell_of((drafter, batch, temp, kind, way), samples, texts)
+        for (kind, way), samples in found.items()
+    ]
+
+
+def rotated(items: Sequence[T], number: int) -> list[T]:
+    at = number % len(items)
+    return [*items[at:], *items[:at]]
+
+
+def cell_of(
+    key: tuple[str, int, float, str, str],
+    samples: Sequence[tuple[int, Run, float]],
+    alone: Sequence[Sequence[list[int]]],
+) -> Cell:
+    """samples: (turn, run, ratio); alone: by turn the texts of its prompts alone."""
+    runs = [run for _, run, _ in samples]
+    shares = [
+        (turn, row, leading(text, alone[turn][row]))
+        for turn, run, _ in samples
+        for row, text in enumerate(run.texts)
+    ]
+    same: dict[tuple[int, int], bool] = {}
+    for turn, row, share in shares:
+        same[turn, row] = same.get((turn, row), True) and share == 1
+    drafted, accepted = (
+        [sum(counts) for counts in zip(*lists, strict=True)]
+        for lists in ([run.drafted for run in runs], [run.accepted for run in runs])
+    )
+    rounds = sum(run.rounds for run in runs)
+    return Cell(
+        *key,
+        turns=len(samples),
+        tps=spread([run.tps for run in runs]),
+        ratio=spread([ratio for *_, ratio in samples]),
+        tokens_per_round=sum(run.emitted for run in runs) / rounds if rounds else None,
+        acceptance=tuple(a / d for d, a in zip(drafted, accepted, strict=True) if d),
+        agreement=statistics.mean(share for *_, share in shares) if shares else None,
+        identical=tuple(same.values()),
+    )
+
+
+def spread(values: Sequence[float]) -> Spread:
+    low, middle, high = statistics.quantiles(
+        [*values, *values[:1]][: max(len(values), 2)], n=4, method="inclusive"
+    )
+    return low, middle, high
+
+
+def leading(text: Sequence[int], other: Sequence[int]) -> float:
+    """The share of tokens before the first that differs."""
+    pairs = zip_longest(text, other)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return same / max(len(text), len(other), 1)
+
+
+def round_costs(pair: Pair, drafter: str, question: Question, repeats: int = 25) -> list[RoundCost]:
+    """Draft, verify and host for 0 to MAX_DRAFT drafts behind a prompt, medians; WAITS. The first
+    turn warms up."""
+    engine = pair.engine(draft_length=FixedLength(0))
+    batch = prefilled(engine, question.ids)
+    lengths = range(MAX_DRAFT + 1 if pair.drafter else 1)
+    parts: dict[int, list[Spread]] = {k: [] for k in lengths}
+    for turn in range(repeats + 1):
+        for k in rotated(lengths, turn):
+            part = round_parts(engine, batch, k)
+            parts[k] += [part] if turn else []
+    return [
+        RoundCost(drafter, k, *map(statistics.median, zip(*parts[k], strict=True))) for k in lengths
+    ]
+
+
+def prefilled(engine: Engine, prompt: list[int]) -> Batch:
+    """A batch of one row with a prompt in its KV, its first token chosen, and room for a round."""
+    batch, request = Batch(engine.layout, 1), Request(prompt, MAX_DRAFT + 1, draft_len=MAX_DRAFT)
+    row, kv, done = batch.admit(request)
+    fill = Prefill(engine.target, engine.layout, row, request, kv, done, engine.prefill_chunk, ())
+    del kv
+    while (hidden := fill.advance()) is None:
+        pass
+    first, _ = fill.first_token(hidden)
+    kv, fill.kv = fill.kv, []
+    batch.put_kv(row, kv)
+    batch.join(row, request, first)
+    batch.grow(batch.longest + MAX_DRAFT + 1)
+    return batch
+
+
+def round_parts(engine: Engine, batch: Batch, drafts: int) -> Spread:
+    """Seconds of draft, verify and host in one round, which is taken back; WAITS for each part."""
+    target, layout = engine.target, engine.layout
+    shape = RoundShape(drafts, batch.bound, "greedy")
+    state, batch.state = batch.state, batch.state._replace(kv=[])
+    mx.eval(state)
+    times = [time.perf_counter()]
+
+    def lap() -> None:
+        times.append(time.perf_counter())
+
+    tokens = draft(target, engine.drafter, layout, state, shape)
+    lap()
+    mx.eval(tokens)
+    lap()
+    hidden, kv = verify(target, layout, state, tokens, shape)
+    # No name may hold the old buffers when the pass runs, or it copies them.
+    state = state._replace(kv=[])
+    proposed = Proposed(tokens, mx.zeros_like(state.bonus), hidden, [])
+    after, result = accept(target, state, proposed, None, shape)
+    lap()
+    mx.eval(result, after, kv)
+    lap()
+    result.tokens.tolist()
+    lap()
+    batch.state = state._replace(kv=kv)
+    built, drafted, wired, verified, read = (b - a for a, b in pairwise(times))
+    return drafted, verified, built + wired + read
