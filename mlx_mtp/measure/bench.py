@@ -188,8 +188,9 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {  # by a field's annotation
 
 def _checked(kind: type[Part], raw: dict[str, Any]) -> Part:
     """Raises TypeError or ValueError."""
-    made = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
-    for its in fields(made):  # type: ignore[arg-type]
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
+    made = kind(**values)
+    for its in fields(made):
         if not _CHECKS[str(its.type)](value := getattr(made, its.name)):
             raise ValueError(f"{its.name} is {value!r}")
     return made
@@ -363,8 +364,8 @@ def _group(
         for i in range(len(asked))
     ]
     alone = {id(q): ways[PLAIN]([q]).texts[0] for asked in kept.values() for q in asked}
-    for run in ways.values():
-        run(turns[0][1])
+    for way in ways.values():
+        way(turns[0][1])  # warms up
     found: dict[tuple[str, str], list[tuple[int, Run, float]]] = {}
     total = plan.repeats * len(turns)
     for number in range(total):
