@@ -1,0 +1,120 @@
+"""`mlx-mtp plan` beside what others published of their programs, and the fit of its constants.
+
+    python -m benchmarks.plan [--fit]
+
+Speeds of 12B behind 1,000 positions; an MTP round's tokens from the published acceptance, and its
+drafter in bf16, as the programs had it. Ratios are those of one 4-bit matrix. The plain speeds and
+the ratios are what `mlx_mtp.measure.plan`'s constants are fitted to (least squares of logarithms);
+the MTP speeds are not, so their errors are those of predictions. None of it was measured by us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from unittest import mock
+
+from mlx_mtp.measure import plan
+from mlx_mtp.measure.machine import named
+from mlx_mtp.measure.plan import Weights, pass_s, published_pair, round_s
+
+CONTEXT = 1000
+# what, bits, chip, tok/s
+PLAIN = (
+    ("12B 4 bits", 4, "M1 Ultra", 35.0),
+    ("12B 4 bits, Rapid-MLX", 4, "M3 Ultra", 66.4),
+    ("12B 4 bits", 4, "M5 Max", 43.0),
+    ("12B nvfp4, Ollama", 4, "M5 Max", 50.0),
+    ("12B 8 bits", 8, "M4 Pro", 18.4),
+)
+# what, chip, (drafts of the rounds), share of the drafts accepted, tok/s
+MTP = (
+    ("12B 4 bits, code, 4 drafts", "M1 Ultra", (4,), 0.78, 44.0),
+    ("12B 4 bits, prose, 4 drafts", "M1 Ultra", (4,), 0.49, 33.0),
+    ("12B 4 bits, Rapid-MLX, 1 or 2 drafts", "M3 Ultra", (1, 2), 0.66, 62.2),
+    ("12B 4 bits, code, 4 drafts", "M5 Max", (4,), 0.78, 121.0),
+    ("12B 4 bits, prose, 4 drafts", "M5 Max", (4,), 0.49, 82.0),
+)
+# chip, {rows: cost against one row}
+RATIOS = (
+    ("M3 Max", {4: 1.28, 6: 2.04, 8: 2.5}),
+    ("M4 Pro", {4: 1.43, 5: 1.75, 8: 2.84}),
+    ("M3 Ultra", {4: 1.00, 8: 1.57}),
+    ("M5 Max", {4: 1.29, 8: 2.46}),
+)
+SIZES = {bits: published_pair("12b", bits, drafter_bits=16) for bits in (4, 8)}
+MATRIX = Weights(0, 4.5 / 8 * 1e9, 0, 0, 1e9, 0)
+Row = tuple[str, str, float, float]  # what, chip, published, planned
+
+
+def plain() -> list[Row]:
+    return [
+        (f"plain, {what}", chip, told, 1 / round_s(SIZES[bits], _chip(chip), 0, CONTEXT))
+        for what, bits, chip, told in PLAIN
+    ]
+
+
+def mtp() -> list[Row]:
+    rows = []
+    for what, chip, drafts, accepted, told in MTP:
+        tokens = sum(1 + accepted * k for k in drafts)
+        seconds = sum(round_s(SIZES[4], _chip(chip), k, CONTEXT) for k in drafts)
+        rows.append((f"MTP, {what}", chip, told, tokens / seconds))
+    return rows
+
+
+def ratios() -> list[Row]:
+    def cost(chip: str, rows: int) -> float:
+        return pass_s(MATRIX, _chip(chip), rows, 0, 0)
+
+    return [
+        (f"{rows} rows against one", chip, told, cost(chip, rows) / cost(chip, 1))
+        for chip, by_rows in RATIOS
+        for rows, told in by_rows.items()
+    ]
+
+
+def _chip(name: str) -> plan.Chip:
+    chip = named(name, 64).chip
+    assert chip is not None
+    return chip
+
+
+def error(rows: list[Row]) -> float:
+    """Root mean square of logarithms."""
+    return math.sqrt(sum(math.log(row[3] / row[2]) ** 2 for row in rows) / len(rows))
+
+
+def fit() -> dict[str, float]:
+    """The constants that fit best: a launch's seconds to the plain speeds, FLOPS to the ratios."""
+
+    def best(name: str, choices: list[float], rows: Callable[[], list[Row]]) -> float:
+        def missed(value: float) -> float:
+            with mock.patch.object(plan, name, value):
+                return error(rows())
+
+        return min(choices, key=missed)
+
+    launches = [n * 5e-7 for n in range(61)]
+    return {
+        "LAUNCH": best("LAUNCH", launches, plain),
+        "LAUNCH_BEFORE_M3": best("LAUNCH_BEFORE_M3", launches, plain),
+        "FLOPS": best("FLOPS", [n / 100 for n in range(20, 101)], ratios),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fit", action="store_true", help="print the constants that fit best")
+    if parser.parse_args().fit:
+        print(fit())
+    print("| | chip | published | plan | error |\n|---|---|---|---|---|")
+    for rows in (plain(), mtp(), ratios()):
+        for what, chip, told, planned in rows:
+            print(f"| {what} | {chip} | {told:g} | {planned:.3g} | {planned / told - 1:+.0%} |")
+        print(f"| root mean square | | | | {math.expm1(error(rows)):.0%} |")
+
+
+if __name__ == "__main__":
+    main()

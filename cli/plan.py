@@ -1,0 +1,126 @@
+"""`mlx-mtp plan`: what fits a machine and how fast it could be, before a download."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mlx_mtp.cli.options import DrafterId, DrafterRevision, Json, Revision
+from mlx_mtp.cli.terminal import emit, say
+from mlx_mtp.errors import UsageError
+
+if TYPE_CHECKING:
+    from mlx_mtp.measure.machine import Machine
+    from mlx_mtp.measure.plan import Plan
+
+MOST_CONTEXT = 1 << 20
+HELP = """Say which pairs fit this machine, or another, and how fast they could be.
+
+Without MODEL the five published pairs in 4, 8 and 16 bits, from shapes alone: nothing is contacted.
+With MODEL that one, from its configs and file headers, as stored and as conversions would have it.
+Fitting means weights, drafter, KV of --context and a tenth of the weights for activations;
+snapshots of conversations take a quarter of what is left, or less. Tokens/s are a roofline: what
+bandwidth, arithmetic and launches allow at acceptances that others published, not a
+measurement."""
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            show_default=False,
+            help="Folder, hub id or e2b, e4b, 12b, 26b, 31b. [default: all five]",
+        ),
+    ] = None,
+    chip: Annotated[
+        str | None,
+        typer.Option(help='Plan for another chip, say "M4 Pro". [default: this machine]'),
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="Its memory in GB. [default: this machine]")
+    ] = None,
+    context: Annotated[
+        int,
+        typer.Option(
+            help="Tokens of prompt and answer to have KV for, the model's context at most. "
+            "[default: 8192]",
+            show_default=False,
+        ),
+    ] = 8192,
+    revision: Revision = None,
+    drafter: DrafterId = None,
+    drafter_revision: DrafterRevision = None,
+    as_json: Json = False,
+) -> None:
+    if (chip is None) != (memory is None):
+        raise UsageError("--chip and --memory go together: both are of the machine to plan for")
+    if not 1 <= context <= MOST_CONTEXT:
+        raise UsageError(f"the context is {context} tokens; it must be 1 to {MOST_CONTEXT}")
+    if model is None and (drafter is not None or revision is not None or drafter_revision):
+        raise UsageError("a drafter or a revision needs the MODEL that it belongs to")
+
+    from mlx_mtp.measure import machine as machines
+    from mlx_mtp.measure import plan as plans
+    from mlx_mtp.weights.find import find_pair
+
+    if chip is not None and memory is not None:
+        machine = machines.named(chip, memory)
+    else:
+        machine = machines.this_machine()
+    if model is None:
+        pairs = plans.published_pairs()
+    else:
+        found = find_pair(model, "auto" if drafter is None else drafter, revision, drafter_revision)
+        for notice in found.notices:
+            say(notice)
+        pairs = plans.of_checkpoint(found, here=chip is None)
+    if machine.chip is None:
+        say(
+            f"tokens/s are left out: {machine.name} has no Apple chip that is known; another is "
+            'planned for by --chip "M4 Pro" --memory 24'
+        )
+    made = [plans.plan(sizes, machine, context) for sizes in pairs]
+    if as_json:
+        about = {
+            "machine": machine.name,
+            "memory_gb": round(machine.memory / 1e9, 6),
+            "limit_gb": round(machine.limit / 1e9, 6),
+            "context": context,
+            "note": plans.ROOFLINE,
+        }
+        emit(json.dumps({**about, "pairs": [p.to_dict() for p in made]}) + "\n")
+    else:
+        emit("".join(f"{line}\n" for line in describe(machine, context, made)))
+
+
+def describe(machine: Machine, context: int, made: list[Plan]) -> list[str]:
+    from mlx_mtp.cli.view import human_bytes
+    from mlx_mtp.measure.plan import ROOFLINE
+
+    def speed(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1f}"
+
+    rows = [("model", "bits", "fits", "weights", "drafter", "KV", "plain tok/s", "MTP", "drafts")]
+    for p in made:
+        sizes = (human_bytes(size) for size in (p.weights, p.drafter, p.kv))
+        length = "-" if p.draft_len is None else str(p.draft_len)
+        speeds = (speed(p.plain_tps), speed(p.mtp_tps), length)
+        rows.append((p.model, str(p.bits), "yes" if p.fits else "no", *sizes, *speeds))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        f"{machine.name}, {human_bytes(machine.memory)} of memory, {human_bytes(machine.limit)} of "
+        f"it for weights and KV; context {context}",
+        *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
+    ]
+    fitting = [p for p in made if p.fits]
+    if fitting:
+        largest = max(fitting, key=lambda p: p.weights)
+        how = largest.convert or "as it is stored"
+        lines.append(f"largest that fits: {largest.model} in {largest.bits} bits, {how}")
+    else:
+        needed = min(p.needed for p in made)
+        lines.append(f"nothing fits: the smallest needs {human_bytes(needed)}")
+    return [*lines, *([] if machine.chip is None else [ROOFLINE])]

@@ -1,0 +1,343 @@
+"""What a pair would take and do on a machine, from configs alone: memory, and a roofline of speed.
+
+Memory is counted tensor by tensor, as `convert -q` packs them, and KV as the engine allocates it.
+
+Speed is what bandwidth, arithmetic and launches allow, no measurement. A pass over `rows` tokens
+reads packed matrices as often as MLX does (`reads`) and floats once; of experts and of tables that
+are looked up, what each row asks for; and, behind a full context, the keys and values that its
+layers attend to. It takes the longer of reading and of two operations a weight and row, and
+`launch_s` for every launch. A round is a pass of the target over its drafts and one more token, and
+a pass of the drafter over one row for every draft. Three numbers are fitted to a few measurements
+that others published of other programs: FLOPS, LAUNCH and LAUNCH_BEFORE_M3; `python -m
+benchmarks.plan` shows them and the errors that are left. Prompts, sampling and whatever the host
+makes the GPU wait for are not in it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_mtp.config import FULL, DrafterConfig, TargetConfig, TextConfig
+from mlx_mtp.engine.draft_length import MAX_DRAFT
+from mlx_mtp.engine.kv import KVLayout, capacity_for
+from mlx_mtp.measure.machine import Chip, Machine
+from mlx_mtp.models.drafter import Drafter
+from mlx_mtp.models.layers import on_cpu
+from mlx_mtp.models.target import Target
+from mlx_mtp.weights import fit, known, published, recipe
+from mlx_mtp.weights.find import Found
+
+BITS = (4, 8, 16)
+CONTEXT = 8192
+M3 = 15  # its GPU's generation
+DRAFTER_BITS = 8  # as a drafter is packed when it is loaded on a GPU
+# Assumed: the share of its bandwidth that a chip reaches; so few measurements cannot tell it from
+# launches. Fitted: the share of its arithmetic, and seconds a launch, before M3 to one speed only.
+BANDWIDTH = 0.9
+FLOPS, LAUNCH, LAUNCH_BEFORE_M3 = 0.34, 7e-6, 18.5e-6
+# Launches of a round as `benchmarks.launches` counts them, of MLX's operations: for a layer, more
+# with per-layer embeddings, more with experts; for the head; for a drafter's layer, head included.
+LAYER, PER_LAYER, EXPERTS, HEAD, DRAFTER_LAYER = 20, 3, 24, 25, 20
+
+# Published for 4 drafts, the share of rounds that accept so many: vLLM's 31B and 26B-A4B. The first
+# stands for 12B, too: its mean, 0.635, is that of code and prose published there. For E2B and E4B,
+# and for what is no published shape, nothing is: the lower one stands.
+_HIGH, _LOW = (0.86, 0.71, 0.55, 0.42), (0.84, 0.60, 0.39, 0.27)
+ACCEPTED = {"12b": _HIGH, "31b": _HIGH}
+
+ROOFLINE = (
+    "tokens/s are a roofline, not measured: what bandwidth, arithmetic and launches allow behind a "
+    "full context, one request, at published acceptances"
+)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """total: bytes in memory. packed, floats: of these in matrices that a pass reads whole,
+    quantised or not; by_row: what each of its rows reads of experts and tables. numbers and
+    by_row_numbers: how many weights they hold."""
+
+    total: int
+    packed: float
+    floats: float
+    by_row: float
+    numbers: float
+    by_row_numbers: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A pair at a quantisation. bits: of most of the target's weights. dtype: of KV."""
+
+    name: str
+    bits: int
+    text: TextConfig
+    target: Weights
+    drafter: Weights | None = None
+    drafter_kinds: tuple[str, ...] = ()
+    dtype: mx.Dtype = mx.bfloat16
+    accepted: tuple[float, ...] = _LOW
+    convert: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes; tokens/s are None where the chip is not known. snapshots: what conversations that may
+    go on can take. draft_len: what is fastest, 0 for plain decoding. convert: the command that
+    makes such a pair, None where it is as stored."""
+
+    model: str
+    bits: int
+    fits: bool
+    weights: int
+    drafter: int
+    kv: int
+    headroom: int
+    snapshots: int
+    plain_tps: float | None
+    mtp_tps: float | None
+    draft_len: int | None
+    convert: str | None
+
+    @property
+    def needed(self) -> int:
+        return self.weights + self.drafter + self.kv + self.headroom
+
+    def to_dict(self) -> dict[str, Any]:
+        sizes = {
+            f"{key}_gb": round(getattr(self, key) / 1e9, 6)
+            for key in ("weights", "drafter", "kv", "headroom", "snapshots")
+        }
+        speeds = {key: _round(getattr(self, key)) for key in ("plain_tps", "mtp_tps")}
+        return {
+            "model": self.model,
+            "bits": self.bits,
+            "fits": self.fits,
+            **sizes,
+            **speeds,
+            "draft_len": self.draft_len,
+            "convert": self.convert,
+        }
+
+
+def plan(sizes: Sizes, machine: Machine, context: int = CONTEXT) -> Plan:
+    target, drafter = sizes.target, 0 if sizes.drafter is None else sizes.drafter.total
+    context = min(context, sizes.text.max_position_embeddings)
+    kv = KVLayout(sizes.text, sizes.dtype).nbytes(1, capacity_for(context))
+    weights = target.total + drafter
+    headroom = weights // 10  # as `load_pair` leaves it, for activations
+    left = machine.limit - weights
+    plain = best = length = None
+    if machine.chip is not None:
+        tokens = expected_tokens(sizes.accepted if sizes.drafter else ())
+        speeds = [n / round_s(sizes, machine.chip, k, context) for k, n in enumerate(tokens)]
+        plain, best = speeds[0], max(speeds)
+        length = speeds.index(best)
+    return Plan(
+        model=sizes.name,
+        bits=sizes.bits,
+        fits=kv + headroom <= left,
+        weights=target.total,
+        drafter=drafter,
+        kv=kv,
+        headroom=headroom,
+        snapshots=max(min(left // 4, left - kv - headroom), 0),
+        plain_tps=plain,
+        mtp_tps=best,
+        draft_len=length,
+        convert=sizes.convert,
+    )
+
+
+def expected_tokens(accepted: tuple[float, ...]) -> list[float]:
+    """Of a round with 0, 1, .. drafts, the bonus token included. Past the published positions
+    acceptance falls on at the rate of the last two."""
+    if not accepted:
+        return [1.0]
+    rates = list(accepted)
+    while len(rates) < MAX_DRAFT:
+        rates.append(rates[-1] * rates[-1] / rates[-2])
+    return list(accumulate(rates, initial=1.0))
+
+
+def round_s(sizes: Sizes, chip: Chip, drafts: int, context: int) -> float:
+    """Seconds of a round, by the roofline."""
+    text = sizes.text
+    launches = len(text.layer_types) * (
+        LAYER + PER_LAYER * bool(text.hidden_size_per_layer_input) + EXPERTS * text.enable_moe_block
+    )
+    kv = _kv_read(sizes, text.layer_types, context)
+    seconds = pass_s(sizes.target, chip, drafts + 1, launches + HEAD, kv)
+    if drafts and sizes.drafter is not None:
+        kinds = sizes.drafter_kinds
+        kv = _kv_read(sizes, kinds, context)
+        seconds += drafts * pass_s(sizes.drafter, chip, 1, DRAFTER_LAYER * len(kinds), kv)
+    return seconds
+
+
+def pass_s(weights: Weights, chip: Chip, rows: int, launches: int, kv: float) -> float:
+    """Seconds of a pass over `rows` tokens of one request."""
+    packed = reads(rows, chip.generation) * weights.packed
+    size = packed + weights.floats + rows * weights.by_row + kv
+    arithmetic = 2 * rows * (weights.numbers + weights.by_row_numbers) / (FLOPS * chip.flops)
+    return max(size / (BANDWIDTH * chip.bandwidth), arithmetic) + launches * launch_s(chip)
+
+
+def launch_s(chip: Chip) -> float:
+    return LAUNCH if chip.generation >= M3 else LAUNCH_BEFORE_M3
+
+
+def reads(rows: int, generation: int) -> int:
+    """How often MLX reads a packed matrix for so many rows: once for every 5 on M3 and newer; on M1
+    and M2 for every row. (From 6 rows on they compute a tile of 32, and nobody published what that
+    costs.)"""
+    return -(-rows // 5) if generation >= M3 else rows
+
+
+def weigh(module: nn.Module, shares: Mapping[str, float], total: int | None = None) -> Weights:
+    """Of a module that holds shapes only. shares: a part of a tensor's name -> which share of the
+    tensor a row reads; others are read whole. Floats count two bytes. total: where it is known."""
+    bits = {path: m.bits for path, m in module.named_modules() if hasattr(m, "bits")}
+    whole = {True: 0.0, False: 0.0}
+    numbers = by_row = by_row_numbers = size = 0.0
+    for name, array in tree_flatten(module.parameters()):
+        path, _, leaf = name.rpartition(".")
+        nbytes = array.size * (2 if mx.issubdtype(array.dtype, mx.floating) else array.itemsize)
+        count = array.size * 32 // bits[path] if leaf == "weight" and path in bits else array.size
+        count = 0 if leaf in ("scales", "biases") else count
+        size += nbytes
+        share = next((s for part, s in shares.items() if part in name), None)
+        if share is None:
+            whole[path in bits] += nbytes
+            numbers += count
+        else:
+            by_row += share * nbytes
+            by_row_numbers += share * count
+    total = int(size) if total is None else total
+    return Weights(total, whole[True], whole[False], by_row, numbers, by_row_numbers)
+
+
+def of_target(module: Target, total: int | None = None) -> Weights:
+    text = module.config.text
+    shares = {"embed_tokens_per_layer.": 1 / max(text.vocab_size_per_layer_input, 1)}
+    if text.enable_moe_block:
+        shares[".experts."] = text.top_k_experts / text.num_experts
+    if not text.tie_word_embeddings:
+        shares["embed_tokens."] = 1 / text.vocab_size
+    return weigh(module, shares, total)
+
+
+def of_drafter(module: Drafter, total: int | None = None) -> Weights:
+    config, shares = module.config, dict[str, float]()
+    if config.use_ordered_embeddings:
+        share = config.centroid_intermediate_top_k / config.num_centroids
+        shares = {"embed_tokens.": share, "token_ordering": share}
+    return weigh(module, shares, total)
+
+
+def pack(module: nn.Module, bits: int, prefix: str = "") -> None:
+    """Gives a module the packed layers that `convert -q bits` would write; none at 16."""
+    rules = recipe.make(bits if bits < 16 else None)
+
+    def decide(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+        if rules is None or not hasattr(layer, "to_quantized"):
+            return False
+        scheme = rules.scheme(prefix + path, layer.weight.shape[-1])
+        return False if scheme is None else scheme.as_dict()
+
+    nn.quantize(module, class_predicate=decide)
+
+
+def published_pairs() -> list[Sizes]:
+    """The five published pairs at each of BITS, as `convert` makes them of Google's checkpoints."""
+    return [published_pair(name, bits) for name in known.SHORT for bits in BITS]
+
+
+def published_pair(name: str, bits: int, drafter_bits: int = DRAFTER_BITS) -> Sizes:
+    """Of a short name."""
+    original = known.SHORT[name].drafter.removesuffix("-assistant")
+    return converted(name, original, *published.configs(name), bits, drafter_bits)
+
+
+def converted(
+    name: str,
+    original: str,
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    bits: int,
+    drafter_bits: int = DRAFTER_BITS,
+) -> Sizes:
+    """What converting `original` gives; at 16 bits it is left as it is."""
+    module, assistant = Target(target), drafter and Drafter(drafter)
+    pack(module, bits)
+    if assistant is not None:
+        pack(assistant, drafter_bits, recipe.DRAFTER)
+    out = f"{Path(name).name}-{bits}bit"
+    return Sizes(
+        name=name,
+        bits=bits,
+        text=target.text,
+        target=of_target(module),
+        drafter=assistant and of_drafter(assistant),
+        drafter_kinds=drafter.text.layer_types if drafter else (),
+        accepted=_accepted(target.text),
+        convert=shlex.join(["mlx-mtp", "convert", original, "-q", str(bits), "-o", out])
+        if bits < 16
+        else None,
+    )
+
+
+def of_checkpoint(found: Found, here: bool) -> list[Sizes]:
+    """A pair as it is stored, and where it is not packed, what conversions give. here: as this
+    process would load it, floats in float32 where that pays on a CPU; else as a Mac does."""
+    target, drafter = found.target, found.drafter
+    cpu = here and on_cpu()
+    float32 = cpu and target.nbytes(float32=True) <= fit.FLOAT32_LIMIT
+    assistant = None
+    if drafter is not None:
+        if not cpu and not drafter.quantized:
+            drafter.pack(DRAFTER_BITS)
+        own = cpu and drafter.nbytes(float32=True) <= fit.FLOAT32_LIMIT
+        assistant = of_drafter(drafter.module, drafter.nbytes(own))
+    schemes = Counter(scheme["bits"] for scheme in target.quantized.values())
+    name = target.source.name
+    stored = Sizes(
+        name=name,
+        bits=schemes.most_common(1)[0][0] if schemes else 32 if float32 else 16,
+        text=target.text,
+        target=of_target(target.module, target.nbytes(float32)),
+        drafter=assistant,
+        drafter_kinds=drafter.text.layer_types if drafter else (),
+        dtype=mx.float32 if float32 else mx.bfloat16,
+        accepted=_accepted(target.text),
+    )
+    if schemes:
+        return [stored]
+    configs = found.config, drafter and drafter.module.config
+    return [stored, *(converted(name, name, *configs, bits) for bits in BITS[:2])]
+
+
+def _accepted(text: TextConfig) -> tuple[float, ...]:
+    drafter = known.drafter_by_shape(text)
+    return next((ACCEPTED[n] for n in ACCEPTED if known.SHORT[n].drafter == drafter), _LOW)
+
+
+def _kv_read(sizes: Sizes, kinds: Iterable[str], context: int) -> float:
+    """Bytes of keys and values that layers of these types attend to."""
+    text, itemsize = sizes.text, sizes.dtype.size
+    seen = {kind: context if kind == FULL else min(context, text.sliding_window) for kind in kinds}
+    return sum(seen[kind] * text.kv_bytes_per_token(kind, itemsize) for kind in kinds)
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 1)
