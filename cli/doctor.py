@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mlx_mtp.cli.options import WHICH_MODEL, Json
 from mlx_mtp.cli.terminal import emit
-
-if TYPE_CHECKING:
-    from mlx_mtp.measure.doctor import Check
 
 HELP = """Test this machine, the installation and MODEL, and say what to do about what is wrong.
 
@@ -30,6 +27,7 @@ def doctor(
 ) -> int:
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+    from mlx_mtp.cli.verify import visible
     from mlx_mtp.cli.view import Loading
     from mlx_mtp.measure.doctor import WRONG, examine
 
@@ -38,28 +36,12 @@ def doctor(
         loading.close()
         checks.append(check)
         if not as_json:
-            emit("".join(f"{line}\n" for line in lines(check)))
+            emit(visible(f"{check.state:<9}{check.name:<13}{check.found}") + "\n")
     wrong = [check for check in checks if check.state == WRONG]
     if as_json:
         report = {"ok": not wrong, "checks": [asdict(check) for check in checks]}
         emit(json.dumps(report, ensure_ascii=False) + "\n")
     else:
-        emit("\n" + "".join(f"{line}\n" for line in ending(wrong)))
+        to_do = [f"{c.state}: {c.name}: {c.found}; {c.advice}" for c in checks if c.advice]
+        emit("".join(f"{visible(line)}\n" for line in [*to_do, *([] if wrong else ["OK"])]))
     return 1 if wrong else 0
-
-
-def lines(check: Check) -> list[str]:
-    from mlx_mtp.cli.verify import visible
-
-    shown = [f"{check.state:<9}{check.name:<13}{visible(check.found)}"]
-    return shown + [f"{'':<22}-> {visible(check.advice)}"] * bool(check.advice)
-
-
-def ending(wrong: list[Check]) -> list[str]:
-    from mlx_mtp.cli.verify import visible
-
-    if not wrong:
-        return ["OK"]
-    return ["What is wrong, and what to do:"] + [
-        visible(f"{check.name}: {check.advice}") for check in wrong
-    ]

@@ -1,0 +1,47 @@
+"""`mlx-mtp doctor`."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+NAMES = ["machine", "versions", "install", "metal", "data folder", "hub cache", "hub"]
+NAMES += ["pair", "weights", "memory", "exactness", "texts", "acceptance", "kernels"]
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", ""))  # is put back
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+
+def test_a_healthy_machine(inside):
+    code, out, err = inside("doctor", "--offline")
+    assert (code, err) == (0, ""), out
+    lines = out.splitlines()
+    assert [line[9:22].strip() for line in lines[: len(NAMES)]] == NAMES
+    assert {line.split()[0] for line in lines[: len(NAMES)]} <= {"ok", "skipped", "warning"}
+    assert lines[-1] == "OK"
+
+
+def test_what_is_wrong_ends_the_report(inside, tmp_path):
+    (tmp_path / "hf").write_text("")
+    code, out, err = inside("doctor", str(tmp_path / "models" / "none"), "--offline")
+    assert (code, err) == (1, "")
+    cache, pair = out.splitlines()[len(NAMES) :]
+    assert cache.startswith("wrong: hub cache: $HF_HOME/hub: ")
+    assert "set HF_HOME" in cache
+    assert pair.startswith("wrong: pair: .../none: no such folder")
+
+
+def test_the_same_as_json(inside, tmp_path):
+    code, out, err = inside("doctor", str(tmp_path / "none"), "--offline", "--json")
+    report = json.loads(out)
+    assert (code, err, report["ok"]) == (1, "", False)
+    assert [check["name"] for check in report["checks"]] == NAMES
+    states = {check["name"]: check["state"] for check in report["checks"]}
+    assert (states["pair"], states["weights"], states["hub"]) == ("wrong", "skipped", "skipped")
+    assert all({"name", "state", "found", "advice"} == set(check) for check in report["checks"])
