@@ -14,7 +14,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date
 from functools import partial
 from importlib import metadata
@@ -32,6 +32,7 @@ from mlx_mtp.engine.sampling import Sampling
 from mlx_mtp.engine.session import MAX_ROWS, Engine
 from mlx_mtp.errors import MtpError, UsageError
 from mlx_mtp.generation import Options, prompt_ids
+from mlx_mtp.measure.peers import Worker
 from mlx_mtp.pair import Pair
 
 FORMAT = 1
@@ -72,9 +73,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Question:
+    """alone: what plain decoding answers to it alone."""
+
     text: str
     ids: list[int]
     raw: bool
+    alone: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class Run:
 
     @property
     def tps(self) -> float:
-        return self.counted / self.seconds
+        return self.counted / max(self.seconds, 1e-9)
 
 
 Runner = Callable[[list[Question]], Run]
@@ -147,6 +151,13 @@ class Report:
     cells: list[Cell]
     rounds: list[RoundCost]
     notices: list[str] = field(default_factory=list)
+
+    def groups(self) -> dict[tuple[str, int, float], list[Cell]]:
+        """Cells by drafter, batch and temperature; of several kinds, all of them come first."""
+        found: dict[tuple[str, int, float], list[Cell]] = {}
+        for cell in sorted(self.cells, key=lambda cell: cell.kind != ALL):
+            found.setdefault((cell.drafter, cell.batch, cell.temp), []).append(cell)
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self)}
@@ -216,7 +227,7 @@ def machine() -> dict[str, str]:
 def measure(
     pairs: Iterable[tuple[str, Pair]],
     plan: Plan,
-    others: Callable[[str], Mapping[str, Runner]] = lambda drafter: {},
+    others: Callable[[str, Pair], Mapping[str, Runner]] = lambda drafter, pair: {},
     progress: Progress = lambda done, total: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Report:
@@ -242,11 +253,12 @@ def measure(
             )
         for notice in pair.notices:
             tell(notice)
-        kept = questions(pair, plan, tell)
-        costs += round_costs(pair, drafter, next(iter(kept.values()))[0])
-        for batch in plan.batches:
-            for temp in plan.temps:
-                beside = others(drafter) if batch == 1 and temp == 0 else {}
+        for temp in plan.temps:
+            kept = questions(pair, plan, temp, tell)
+            if temp == plan.temps[0]:
+                costs += round_costs(pair, drafter, next(iter(kept.values()))[0].ids)
+            for batch in plan.batches:
+                beside = others(drafter, pair) if batch == 1 and temp == 0 else {}
                 cells += _group(pair, drafter, plan, kept, batch, temp, beside, progress)
     settings = {
         "prompts": {kind: len(asked) for kind, asked in plan.prompts.items()},
@@ -257,26 +269,28 @@ def measure(
     return Report(machine(), model, date.today().isoformat(), settings, cells, costs, notices)
 
 
-def questions(pair: Pair, plan: Plan, tell: Callable[[str], None]) -> dict[str, list[Question]]:
-    """The plan's prompts whose plain greedy answers are long enough, by kind."""
+def questions(
+    pair: Pair, plan: Plan, temp: float, tell: Callable[[str], None]
+) -> dict[str, list[Question]]:
+    """The plan's prompts whose plain answers are long enough, by kind."""
     raw, least = pair.template is None, min(LEAST, plan.max_tokens)
     if raw:
         tell(f"{pair.name} has no chat template: prompts are completed as they are")
     engine, kept = pair.engine(draft_length=FixedLength(0)), dict[str, list[Question]]()
     for kind, prompts in plan.prompts.items():
-        asked = [Question(text, prompt_ids(pair, text, Options(raw=raw)), raw) for text in prompts]
-        answers = [decode(pair, engine, 0, 0.0, plan.max_tokens, [one]).texts[0] for one in asked]
-        long = [one for one, tokens in zip(asked, answers, strict=True) if len(tokens) >= least]
-        if len(long) < len(asked):
+        for text in prompts:
+            asked = Question(text, prompt_ids(pair, text, Options(raw=raw)), raw)
+            (alone,) = decode(pair, engine, 0, temp, plan.max_tokens, [asked]).texts
+            if len(alone) >= least:
+                kept.setdefault(kind, []).append(replace(asked, alone=alone))
+        if short := len(prompts) - len(kept.get(kind, [])):
             tell(
-                f"{kind}: {len(asked) - len(long)} of {len(asked)} prompts are left out, their "
-                f"answers have under {least} tokens"
+                f"{kind}, temperature {temp:g}: {short} of {len(prompts)} prompts are left out, "
+                f"their answers have under {least} tokens"
             )
-        if long:
-            kept[kind] = long
     engine.close()
     if not kept:
-        raise UsageError(f"no prompt has an answer of {least} tokens, too few to time")
+        raise UsageError(f"no prompt has an answer of {least} tokens, which is too little to time")
     return kept
 
 
@@ -363,7 +377,6 @@ def _group(
         for kind, asked in kept.items()
         for i in range(len(asked))
     ]
-    alone = {id(q): ways[PLAIN]([q]).texts[0] for asked in kept.values() for q in asked}
     for way in ways.values():
         way(turns[0][1])  # warms up
     found: dict[tuple[str, str], list[tuple[int, Run, float]]] = {}
@@ -374,14 +387,15 @@ def _group(
         turn = number % len(turns)
         kind, asked = turns[turn]
         runs = {name: ways[name](asked) for name in rotated(list(ways), number)}
-        for name, run in runs.items():
+        for name in ways:
+            run = runs[name]
             for place in (kind, ALL) if len(kept) > 1 else (kind,):
                 sample = turn, run, run.tps / runs[PLAIN].tps
                 found.setdefault((place, name), []).append(sample)
     progress(total, total)
     auto.close()
     fixed.close()
-    texts = [[alone[id(question)] for question in asked] for _, asked in turns]
+    texts = [[question.alone for question in asked] for _, asked in turns]
     return [
         cell_of((drafter, batch, temp, kind, way), samples, texts)
         for (kind, way), samples in found.items()
@@ -439,11 +453,11 @@ def leading(text: Sequence[int], other: Sequence[int]) -> float:
     return same / max(len(text), len(other), 1)
 
 
-def round_costs(pair: Pair, drafter: str, question: Question, repeats: int = 25) -> list[RoundCost]:
+def round_costs(pair: Pair, drafter: str, prompt: list[int], repeats: int = 25) -> list[RoundCost]:
     """Draft, verify and host for 0 to MAX_DRAFT drafts behind a prompt, medians; WAITS. The first
     turn warms up."""
     engine = pair.engine(draft_length=FixedLength(0))
-    batch = prefilled(engine, question.ids)
+    batch = prefilled(engine, prompt)
     lengths = range(MAX_DRAFT + 1 if pair.drafter else 1)
     parts: dict[int, list[Spread]] = {k: [] for k in lengths}
     for turn in range(repeats + 1):
@@ -499,3 +513,29 @@ def round_parts(engine: Engine, batch: Batch, drafts: int) -> Spread:
     batch.state = state._replace(kv=kv)
     built, drafted, wired, verified, read = (b - a for a, b in pairwise(times))
     return drafted, verified, built + wired + read
+
+
+def contestant(worker: Worker, draft_len: int, plan: Plan, pair: Pair) -> Runner:
+    """Another program on the same token ids."""
+
+    def run(asked: list[Question]) -> Run:
+        answer = worker.ask(
+            prompt=asked[0].ids,
+            max_tokens=plan.max_tokens,
+            eos=[*pair.defaults.eos_token_ids],
+            draft_len=draft_len,
+            compiled=False,
+        )
+        counted = answer["counted"]
+        return Run(counted, answer["seconds"], counted, answer["rounds"], (answer["tokens"],))
+
+    return run
+
+
+def compare(old: Report, new: Report) -> tuple[list[str], list[tuple[Cell, Cell]]]:
+    """What else differs, and the cells that both have."""
+    before = old.machine | {"model": old.model} | old.settings
+    now = new.machine | {"model": new.model} | new.settings
+    differs = [f"{k} was {before.get(k)}, is {now[k]}" for k in now if before.get(k) != now[k]]
+    known = {cell.key: cell for cell in old.cells}
+    return differs, [(known[cell.key], cell) for cell in new.cells if cell.key in known]

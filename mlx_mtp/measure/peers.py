@@ -92,10 +92,10 @@ class Ollama:
         else:
             turn = {"role": "user", "content": prompt}
             answer = self._ask("chat", asked | {"messages": [turn], "think": False})
-        try:
-            return int(answer["eval_count"]), int(answer["eval_duration"]) / 1e9
-        except (KeyError, TypeError, ValueError):
-            raise UsageError(f"Ollama at {self.url} answers without its counts") from None
+        count, nanoseconds = answer.get("eval_count"), answer.get("eval_duration")
+        if not (isinstance(count, int) and isinstance(nanoseconds, int) and count * nanoseconds):
+            raise UsageError(f"Ollama at {self.url} answers without its counts")
+        return count, nanoseconds / 1e9
 
     def _ask(self, what: str, body: dict[str, Any] | None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
