@@ -43,5 +43,6 @@ def doctor(
         emit(json.dumps(report, ensure_ascii=False) + "\n")
     else:
         to_do = [f"{c.state}: {c.name}: {c.found}; {c.advice}" for c in checks if c.advice]
-        emit("".join(f"{visible(line)}\n" for line in [*to_do, *([] if wrong else ["OK"])]))
+        lines = ["", *to_do, *([] if wrong else ["OK"])]
+        emit("".join(f"{visible(line)}\n" for line in lines))
     return 1 if wrong else 0

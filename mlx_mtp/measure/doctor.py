@@ -84,11 +84,15 @@ def examine(
     }
     for name, look in alone.items():
         yield run(name, look, clean)
-    for name, look_at in of_pair.items():
-        if pairs:
-            yield run(name, partial(look_at, pairs[0]), clean)
-        else:
-            yield Check(name, SKIPPED, "there is no pair to look at")
+    try:
+        for name, look_at in of_pair.items():
+            if pairs:
+                yield run(name, partial(look_at, pairs[0]), clean)
+            else:
+                yield Check(name, SKIPPED, "there is no pair to look at")
+    finally:
+        for pair in pairs:
+            pair.restore_limits()
 
 
 def run(name: str, look: Callable[[], Found], clean: Callable[[str], str]) -> Check:
@@ -200,8 +204,8 @@ def metal() -> Found:
     return OK, (
         f"{info['device_name']}, {info['architecture']}, GPU generation "
         f"{generation[1] if generation else 'unknown'}, working set "
-        f"{gb(float(info['max_recommended_working_set_size']))}, largest buffer "
-        f"{gb(float(info['max_buffer_length']))}"
+        f"{gb(int(info['max_recommended_working_set_size']))}, largest buffer "
+        f"{gb(int(info['max_buffer_length']))}"
     )
 
 
@@ -295,23 +299,27 @@ def weights(pair: Pair) -> Found:
 
 
 def memory(pair: Pair) -> Found:
-    from mlx_mtp.weights.fit import POSITIONS, device_bytes, gb, kv_bytes
+    from mlx_mtp.folders import data_folder
+    from mlx_mtp.weights.fit import POSITIONS, gb, kv_bytes
+    from mlx_mtp.weights.limits import wired_by_others
 
-    limit, taken = device_bytes(), pair.weights_bytes
-    kv = kv_bytes(pair.target.config.text, pair.target.dtype)
+    limit, taken = pair.memory_limit or 0, pair.weights_bytes
+    others = wired_by_others(data_folder() / "wired")
+    told = f" ({gb(others)} are wired by other mlx-mtp processes)" if others else ""
     return OK, (
-        f"{gb(limit)} for weights and KV, weights take {gb(taken)}, {gb(limit - taken)} are "
-        f"left for KV, of which {POSITIONS} positions take {gb(kv)}"
+        f"{gb(limit)} for weights and KV{told}, weights take {gb(taken)}, KV of {POSITIONS} "
+        f"positions {gb(kv_bytes(pair.target.config.text, pair.target.dtype))}"
     )
 
 
 def exactness(pair: Pair) -> Found:
-    from mlx_mtp.engine.kv import KVLayout
     from mlx_mtp.measure.exact import probe
 
-    text, dtype = pair.target.config.text, pair.target.dtype
-    ways = pair.calibration.attention(text, dtype, None) if pair.calibration else {}
-    return exact(probe(pair.target, KVLayout(text, dtype, full_ways=ways)))
+    engine = pair.engine()
+    try:
+        return exact(probe(engine.target, engine.layout, engine.policy.compile))
+    finally:
+        engine.close()
 
 
 def exact(differences: dict[int, float]) -> Found:

@@ -31,7 +31,7 @@ def test_what_is_wrong_ends_the_report(inside, tmp_path):
     (tmp_path / "hf").write_text("")
     code, out, err = inside("doctor", str(tmp_path / "models" / "none"), "--offline")
     assert (code, err) == (1, "")
-    cache, pair = out.splitlines()[len(NAMES) :]
+    cache, pair = out.splitlines()[len(NAMES) + 1 :]
     assert cache.startswith("wrong: hub cache: $HF_HOME/hub: ")
     assert "set HF_HOME" in cache
     assert pair.startswith("wrong: pair: .../none: no such folder")

@@ -219,6 +219,7 @@ def test_texts_that_drafting_changes(monkeypatch, pair):
         return result
 
     monkeypatch.setattr(generation, "generate", generate)
+    monkeypatch.setattr(doctor, "TOKENS", 12)
     state, found, advice = doctor.texts([], pair)
     assert state == WRONG
     assert "prompt 1 with auto at position 5 (scores " in found
