@@ -86,7 +86,6 @@ def plan(
     if as_json:
         about = {
             "machine": machine.name,
-            "memory_gb": round(machine.memory / 1e9, 6),
             "limit_gb": round(machine.limit / 1e9, 6),
             "context": context,
             "note": plans.ROOFLINE,
@@ -103,21 +102,22 @@ def describe(machine: Machine, context: int, made: list[Plan]) -> list[str]:
     def speed(value: float | None) -> str:
         return "-" if value is None else f"{value:.1f}"
 
-    rows = [("model", "bits", "fits", "weights", "drafter", "KV", "plain tok/s", "MTP", "drafts")]
+    rows = [["model", "bits", "fits", "weights", "drafter", "KV", "plain tok/s", "MTP", "drafts"]]
     for p in made:
         sizes = (human_bytes(size) for size in (p.weights, p.drafter, p.kv))
         length = "-" if p.draft_len is None else str(p.draft_len)
-        speeds = (speed(p.plain_tps), speed(p.mtp_tps), length)
-        rows.append((p.model, str(p.bits), "yes" if p.fits else "no", *sizes, *speeds))
+        speeds = speed(p.plain_tps), speed(p.mtp_tps), length
+        rows.append([p.model, str(p.bits), "yes" if p.fits else "no", *sizes, *speeds])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        f"{machine.name}, {human_bytes(machine.memory)} of memory, {human_bytes(machine.limit)} of "
-        f"it for weights and KV; context {context}",
+        f"{machine.name}, {machine.memory / 2**30:.0f} GB, {human_bytes(machine.limit)} of "
+        f"them for weights and KV; context {context}",
         *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
     ]
     fitting = [p for p in made if p.fits]
     if fitting:
-        largest = max(fitting, key=lambda p: p.weights)
+        models = [p.model for p in made]
+        largest = max(fitting, key=lambda p: (models.index(p.model), p.bits))
         how = largest.convert or "as it is stored"
         lines.append(f"largest that fits: {largest.model} in {largest.bits} bits, {how}")
     else:

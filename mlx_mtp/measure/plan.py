@@ -278,17 +278,19 @@ def converted(
     drafter_bits: int = DRAFTER_BITS,
 ) -> Sizes:
     """What converting `original` gives; at 16 bits it is left as it is."""
-    module, assistant = Target(target), drafter and Drafter(drafter)
+    module, of_assistant = Target(target), None
     pack(module, bits)
-    if assistant is not None:
+    if drafter is not None:
+        assistant = Drafter(drafter)
         pack(assistant, drafter_bits, recipe.DRAFTER)
+        of_assistant = of_drafter(assistant)
     out = f"{Path(name).name}-{bits}bit"
     return Sizes(
         name=name,
         bits=bits,
         text=target.text,
         target=of_target(module),
-        drafter=assistant and of_drafter(assistant),
+        drafter=of_assistant,
         drafter_kinds=drafter.text.layer_types if drafter else (),
         accepted=_accepted(target.text),
         convert=shlex.join(["mlx-mtp", "convert", original, "-q", str(bits), "-o", out])
@@ -307,8 +309,7 @@ def of_checkpoint(found: Found, here: bool) -> list[Sizes]:
     if drafter is not None:
         if not cpu and not drafter.quantized:
             drafter.pack(DRAFTER_BITS)
-        own = cpu and drafter.nbytes(float32=True) <= fit.FLOAT32_LIMIT
-        assistant = of_drafter(drafter.module, drafter.nbytes(own))
+        assistant = of_drafter(drafter.module, drafter.nbytes(float32))
     schemes = Counter(scheme["bits"] for scheme in target.quantized.values())
     name = target.source.name
     stored = Sizes(
@@ -323,8 +324,11 @@ def of_checkpoint(found: Found, here: bool) -> list[Sizes]:
     )
     if schemes:
         return [stored]
-    configs = found.config, drafter and drafter.module.config
-    return [stored, *(converted(name, name, *configs, bits) for bits in BITS[:2])]
+    assistant_config = None if drafter is None else drafter.module.config
+    return [
+        stored,
+        *(converted(name, name, found.config, assistant_config, bits) for bits in BITS[:2]),
+    ]
 
 
 def _accepted(text: TextConfig) -> tuple[float, ...]:
