@@ -17,7 +17,8 @@ from unittest import mock
 
 from mlx_mtp.measure import plan
 from mlx_mtp.measure.machine import named
-from mlx_mtp.measure.plan import Weights, pass_s, published_pair, round_s
+from mlx_mtp.measure.plan import Weights, converted, pass_s, round_s
+from mlx_mtp.weights.published import configs
 
 CONTEXT = 1000
 # what, bits, chip, tok/s
@@ -43,7 +44,7 @@ RATIOS = (
     ("M3 Ultra", {4: 1.00, 8: 1.57}),
     ("M5 Max", {4: 1.29, 8: 2.46}),
 )
-SIZES = {bits: published_pair("12b", bits, drafter_bits=16) for bits in (4, 8)}
+SIZES = {bits: converted("12b", "", *configs("12b"), bits, 16) for bits in (4, 8)}
 MATRIX = Weights(0, 4.5 / 8 * 1e9, 0, 0, 1e9, 0)
 Row = tuple[str, str, float, float]  # what, chip, published, planned
 

@@ -2,112 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_mtp.config import FULL, SLIDING, DrafterConfig, TargetConfig
 
-_VOCABULARY = 262144
-_COMMON: dict[str, Any] = {
-    "vocab_size": _VOCABULARY,
-    "head_dim": 256,
-    "global_head_dim": 512,
+
+class _Shape(NamedTuple):
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    more: dict[str, Any]
+    full_kv_heads: int | None = None
+
+
+_SHARED = {"num_kv_shared_layers": 20, "use_double_wide_mlp": True}
+_EXPERTS = {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+_SHAPES = {
+    "e2b": _Shape(1536, 6144, 35, 8, 1, {**_SHARED, "layer_types": ([SLIDING] * 4 + [FULL]) * 7}),
+    "e4b": _Shape(2560, 10240, 42, 8, 2, {"num_kv_shared_layers": 18}),
+    "12b": _Shape(3840, 15360, 48, 16, 8, {}, 1),
+    "26b": _Shape(2816, 2112, 30, 16, 8, {"enable_moe_block": True, **_EXPERTS}, 2),
+    "31b": _Shape(5376, 21504, 60, 32, 16, {}, 4),
 }
-_SMALL: dict[str, Any] = {
-    "sliding_window": 512,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 8,
-    "hidden_size_per_layer_input": 256,
-}
-_LARGE: dict[str, Any] = {
-    "sliding_window": 1024,
-    "max_position_embeddings": 262144,
-    "attention_k_eq_v": True,
-}
-# Short name -> what a target's text config says beside _COMMON.
-_TARGETS: dict[str, dict[str, Any]] = {
-    "e2b": {
-        **_SMALL,
-        "hidden_size": 1536,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 35,
-        "layer_types": ([SLIDING] * 4 + [FULL]) * 7,
-        "num_key_value_heads": 1,
-        "num_kv_shared_layers": 20,
-        "use_double_wide_mlp": True,
-    },
-    "e4b": {
-        **_SMALL,
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 42,
-        "num_key_value_heads": 2,
-        "num_kv_shared_layers": 18,
-    },
-    "12b": {
-        **_LARGE,
-        "hidden_size": 3840,
-        "intermediate_size": 15360,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "num_global_key_value_heads": 1,
-    },
-    "26b": {
-        **_LARGE,
-        "hidden_size": 2816,
-        "intermediate_size": 2112,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "num_global_key_value_heads": 2,
-        "enable_moe_block": True,
-        "num_experts": 128,
-        "top_k_experts": 8,
-        "moe_intermediate_size": 704,
-    },
-    "31b": {
-        **_LARGE,
-        "hidden_size": 5376,
-        "intermediate_size": 21504,
-        "num_hidden_layers": 60,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 16,
-        "num_global_key_value_heads": 4,
-    },
-}
-_OF_TARGET = (
-    "sliding_window",
-    "max_position_embeddings",
-    "attention_k_eq_v",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_global_key_value_heads",
-)
 
 
 def configs(name: str) -> tuple[TargetConfig, DrafterConfig]:
     """Of a short name."""
-    target, small = _TARGETS[name], name in ("e2b", "e4b")
-    drafter = _COMMON | {key: target[key] for key in _OF_TARGET if key in target}
-    drafter |= {
+    shape = _SHAPES[name]
+    small = shape.full_kv_heads is None
+    common: dict[str, Any] = {
+        "vocab_size": 262144,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "sliding_window": 512 if small else 1024,
+        "max_position_embeddings": 131072 if small else 262144,
+        "attention_k_eq_v": not small,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "num_global_key_value_heads": shape.full_kv_heads,
+    }
+    text = {
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.mlp,
+        "num_hidden_layers": shape.layers,
+        "hidden_size_per_layer_input": 256 if small else 0,
+        "final_logit_softcapping": 30.0,
+    }
+    assistant = {
         "hidden_size": 256 if small else 1024,
         "intermediate_size": 2048 if small else 8192,
         "num_hidden_layers": 4,
+        "num_attention_heads": 4 if small else shape.heads,
     }
-    if small:
-        drafter["num_attention_heads"] = 4
+    drafter = {
+        "model_type": "gemma4_unified_assistant" if name == "12b" else "gemma4_assistant",
+        "backbone_hidden_size": shape.hidden,
+        "use_ordered_embeddings": small,
+        "num_centroids": 2048,
+        "centroid_intermediate_top_k": 32,
+        "text_config": common | assistant,
+    }
     kind = "gemma4_unified" if name == "12b" else "gemma4"
-    text = _COMMON | {"final_logit_softcapping": 30.0} | target
     return (
-        TargetConfig.from_dict({"model_type": kind, "text_config": text}),
-        DrafterConfig.from_dict(
-            {
-                "model_type": f"{kind}_assistant",
-                "backbone_hidden_size": target["hidden_size"],
-                "use_ordered_embeddings": small,
-                "num_centroids": 2048,
-                "centroid_intermediate_top_k": 32,
-                "text_config": drafter,
-            }
-        ),
+        TargetConfig.from_dict({"model_type": kind, "text_config": common | text | shape.more}),
+        DrafterConfig.from_dict(drafter),
     )

@@ -5,8 +5,8 @@ Memory is counted tensor by tensor, as `convert -q` packs them, and KV as the en
 Speed is what bandwidth, arithmetic and launches allow, no measurement. A pass over `rows` tokens
 reads packed matrices as often as MLX does (`reads`) and floats once; of experts and of tables that
 are looked up, what each row asks for; and, behind a full context, the keys and values that its
-layers attend to. It takes the longer of reading and of two operations a weight and row, and
-`launch_s` for every launch. A round is a pass of the target over its drafts and one more token, and
+layers attend to. It takes the longer of reading and of two operations a weight and row, and the
+same time for every launch. A round is a pass of the target over its drafts and one more token, and
 a pass of the drafter over one row for every draft. Three numbers are fitted to a few measurements
 that others published of other programs: FLOPS, LAUNCH and LAUNCH_BEFORE_M3; `python -m
 benchmarks.plan` shows them and the errors that are left. Prompts, sampling and whatever the host
@@ -18,7 +18,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,6 @@ class Sizes:
     drafter: Weights | None = None
     drafter_kinds: tuple[str, ...] = ()
     dtype: mx.Dtype = mx.bfloat16
-    accepted: tuple[float, ...] = _LOW
     convert: str | None = None
 
 
@@ -114,20 +113,12 @@ class Plan:
         return self.weights + self.drafter + self.kv + self.headroom
 
     def to_dict(self) -> dict[str, Any]:
-        sizes = {
-            f"{key}_gb": round(getattr(self, key) / 1e9, 6)
-            for key in ("weights", "drafter", "kv", "headroom", "snapshots")
-        }
-        speeds = {key: _round(getattr(self, key)) for key in ("plain_tps", "mtp_tps")}
-        return {
-            "model": self.model,
-            "bits": self.bits,
-            "fits": self.fits,
-            **sizes,
-            **speeds,
-            "draft_len": self.draft_len,
-            "convert": self.convert,
-        }
+        def entry(key: str, value: Any) -> tuple[str, Any]:
+            if key in ("weights", "drafter", "kv", "headroom", "snapshots"):
+                return f"{key}_gb", round(value / 1e9, 6)
+            return key, round(value, 1) if isinstance(value, float) else value
+
+        return dict(entry(*item) for item in asdict(self).items())
 
 
 def plan(sizes: Sizes, machine: Machine, context: int = CONTEXT) -> Plan:
@@ -139,7 +130,7 @@ def plan(sizes: Sizes, machine: Machine, context: int = CONTEXT) -> Plan:
     left = machine.limit - weights
     plain = best = length = None
     if machine.chip is not None:
-        tokens = expected_tokens(sizes.accepted if sizes.drafter else ())
+        tokens = expected_tokens(acceptance(sizes.text) if sizes.drafter else ())
         speeds = [n / round_s(sizes, machine.chip, k, context) for k, n in enumerate(tokens)]
         plain, best = speeds[0], max(speeds)
         length = speeds.index(best)
@@ -190,11 +181,8 @@ def pass_s(weights: Weights, chip: Chip, rows: int, launches: int, kv: float) ->
     packed = reads(rows, chip.generation) * weights.packed
     size = packed + weights.floats + rows * weights.by_row + kv
     arithmetic = 2 * rows * (weights.numbers + weights.by_row_numbers) / (FLOPS * chip.flops)
-    return max(size / (BANDWIDTH * chip.bandwidth), arithmetic) + launches * launch_s(chip)
-
-
-def launch_s(chip: Chip) -> float:
-    return LAUNCH if chip.generation >= M3 else LAUNCH_BEFORE_M3
+    launch = LAUNCH if chip.generation >= M3 else LAUNCH_BEFORE_M3
+    return max(size / (BANDWIDTH * chip.bandwidth), arithmetic) + launches * launch
 
 
 def reads(rows: int, generation: int) -> int:
@@ -259,25 +247,23 @@ def pack(module: nn.Module, bits: int, prefix: str = "") -> None:
 
 
 def published_pairs() -> list[Sizes]:
-    """The five published pairs at each of BITS, as `convert` makes them of Google's checkpoints."""
-    return [published_pair(name, bits) for name in known.SHORT for bits in BITS]
-
-
-def published_pair(name: str, bits: int, drafter_bits: int = DRAFTER_BITS) -> Sizes:
-    """Of a short name."""
-    original = known.SHORT[name].drafter.removesuffix("-assistant")
-    return converted(name, original, *published.configs(name), bits, drafter_bits)
+    """The five published pairs at each of BITS."""
+    made = []
+    for name, ids in known.SHORT.items():
+        source, configs = ids.drafter.removesuffix("-assistant"), published.configs(name)
+        made += [converted(name, source, *configs, bits) for bits in BITS]
+    return made
 
 
 def converted(
     name: str,
-    original: str,
+    source: str,
     target: TargetConfig,
     drafter: DrafterConfig | None,
     bits: int,
     drafter_bits: int = DRAFTER_BITS,
 ) -> Sizes:
-    """What converting `original` gives; at 16 bits it is left as it is."""
+    """What converting `source` gives; at 16 bits it is left as it is."""
     module, of_assistant = Target(target), None
     pack(module, bits)
     if drafter is not None:
@@ -285,6 +271,7 @@ def converted(
         pack(assistant, drafter_bits, recipe.DRAFTER)
         of_assistant = of_drafter(assistant)
     out = f"{Path(name).name}-{bits}bit"
+    command = shlex.join(["mlx-mtp", "convert", source, "-q", str(bits), "-o", out])
     return Sizes(
         name=name,
         bits=bits,
@@ -292,10 +279,7 @@ def converted(
         target=of_target(module),
         drafter=of_assistant,
         drafter_kinds=drafter.text.layer_types if drafter else (),
-        accepted=_accepted(target.text),
-        convert=shlex.join(["mlx-mtp", "convert", original, "-q", str(bits), "-o", out])
-        if bits < 16
-        else None,
+        convert=command if bits < 16 else None,
     )
 
 
@@ -310,28 +294,25 @@ def of_checkpoint(found: Found, here: bool) -> list[Sizes]:
         if not cpu and not drafter.quantized:
             drafter.pack(DRAFTER_BITS)
         assistant = of_drafter(drafter.module, drafter.nbytes(float32))
-    schemes = Counter(scheme["bits"] for scheme in target.quantized.values())
+    bits = Counter(scheme["bits"] for scheme in target.quantized.values())
     name = target.source.name
     stored = Sizes(
         name=name,
-        bits=schemes.most_common(1)[0][0] if schemes else 32 if float32 else 16,
+        bits=bits.most_common(1)[0][0] if bits else 32 if float32 else 16,
         text=target.text,
         target=of_target(target.module, target.nbytes(float32)),
         drafter=assistant,
         drafter_kinds=drafter.text.layer_types if drafter else (),
         dtype=mx.float32 if float32 else mx.bfloat16,
-        accepted=_accepted(target.text),
     )
-    if schemes:
+    if bits:
         return [stored]
-    assistant_config = None if drafter is None else drafter.module.config
-    return [
-        stored,
-        *(converted(name, name, found.config, assistant_config, bits) for bits in BITS[:2]),
-    ]
+    configs = found.config, None if drafter is None else drafter.module.config
+    return [stored, *(converted(name, name, *configs, n) for n in BITS if n < 16)]
 
 
-def _accepted(text: TextConfig) -> tuple[float, ...]:
+def acceptance(text: TextConfig) -> tuple[float, ...]:
+    """As published for a target of that shape, or one like it."""
     drafter = known.drafter_by_shape(text)
     return next((ACCEPTED[n] for n in ACCEPTED if known.SHORT[n].drafter == drafter), _LOW)
 
@@ -341,7 +322,3 @@ def _kv_read(sizes: Sizes, kinds: Iterable[str], context: int) -> float:
     text, itemsize = sizes.text, sizes.dtype.size
     seen = {kind: context if kind == FULL else min(context, text.sliding_window) for kind in kinds}
     return sum(seen[kind] * text.kv_bytes_per_token(kind, itemsize) for kind in kinds)
-
-
-def _round(value: float | None) -> float | None:
-    return None if value is None else round(value, 1)
