@@ -65,6 +65,7 @@ def examine(
     stats: list[Stats] = []
     alone: dict[str, Callable[[], Found]] = {
         "machine": machine,
+        "python": python,
         "versions": versions,
         "install": install,
         "metal": metal,
@@ -101,7 +102,9 @@ def run(name: str, look: Callable[[], Found], clean: Callable[[str], str]) -> Ch
     except MtpError as error:
         state, lines = WRONG, [str(error), "mend this and run doctor again"]
     except Exception as error:
-        advice = "if versions and install are ok, open an issue with this report"
+        advice = "open an issue with this report"
+        if isinstance(error, ImportError):
+            advice = "pip install --force-reinstall mlx-mtp, if versions and install are ok"
         state, lines = WRONG, [f"{type(error).__name__}: {error}", advice]
     return Check(name, state, *map(clean, lines))
 
@@ -136,11 +139,14 @@ def anonymous(model: str | None = None) -> Callable[[str], str]:
 def machine() -> Found:
     from mlx_mtp.measure.machine import this_machine
 
-    here, mac = this_machine(), platform.mac_ver()[0]
-    found = (
-        f"{here.name}, {here.memory / 2**30:.0f} GiB, {platform.system()} "
-        f"{mac or platform.release()}, Python {platform.python_version()} for {platform.machine()}"
-    )
+    here = this_machine()
+    return OK, f"{here.name}, {here.memory / 2**30:.0f} GiB"
+
+
+def python() -> Found:
+    mac = platform.mac_ver()[0]
+    system = f"macOS {mac}" if mac else f"{platform.system()} {platform.release()}"
+    found = f"{platform.python_version()} for {platform.machine()} on {system}"
     if mac and platform.machine() != "arm64":
         return WRONG, found, "MLX needs a native arm64 Python on Apple silicon: install one"
     return OK, found
@@ -181,13 +187,13 @@ def install() -> Found:
     there = installed()
     found = [name for name in there if re.fullmatch("mlx-(metal|cpu|cuda.*)", name)]
     told = ", ".join(f"{name} {there[name]}" for name in ("mlx", *found) if name in there)
-    if sys.platform == "linux":
-        told += f"; g++, which only --compile needs, is {'' if shutil.which('g++') else 'not '}here"
     if len(found) > 1 or any(there[name] != there.get("mlx") for name in found):
+        told += " lie on top of each other" if len(found) > 1 else " do not belong together"
         extra = "[cuda13]" if any("cuda" in name for name in found) else "[cpu]"
         wanted = "mlx" if "mlx-metal" in found else f"mlx{extra}"
-        told += "; they lie on top of each other" if len(found) > 1 else "; they do not belong"
         return WRONG, told, f'pip uninstall -y mlx {" ".join(found)} && pip install "{wanted}"'
+    if sys.platform == "linux":
+        told += f"; g++, which only --compile needs, is {'' if shutil.which('g++') else 'not '}here"
     return OK, told
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 
 import pytest
 
-NAMES = ["machine", "versions", "install", "metal", "data folder", "hub cache", "hub"]
+from tests.cli.conftest import COMMAND
+
+NAMES = ["machine", "python", "versions", "install", "metal", "data folder", "hub cache", "hub"]
 NAMES += ["pair", "weights", "memory", "exactness", "texts", "acceptance", "kernels"]
 
 
@@ -45,3 +48,21 @@ def test_the_same_as_json(inside, tmp_path):
     states = {check["name"]: check["state"] for check in report["checks"]}
     assert (states["pair"], states["weights"], states["hub"]) == ("wrong", "skipped", "skipped")
     assert all({"name", "state", "found", "advice"} == set(check) for check in report["checks"])
+
+
+def test_an_mlx_that_cannot_be_imported(tmp_path):
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").write_text("")
+    (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: no such file')")
+    run = subprocess.run(
+        [*COMMAND, "doctor", "--offline"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (run.returncode, run.stderr) == (1, "")
+    lines = run.stdout.splitlines()
+    assert [line[9:22].strip() for line in lines[: len(NAMES)]] == NAMES
+    assert lines[1].startswith("ok       python")
+    assert lines[-1].startswith("wrong: pair: ImportError: libmlx.so: no such file; pip install")

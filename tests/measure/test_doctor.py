@@ -155,7 +155,7 @@ def test_a_missing_package(monkeypatch):
         ({}, OK, ""),
         ({"mlx-cpu": "1.0", "mlx-cuda-13": "1.0"}, WRONG, "on top of each other"),
         ({"mlx-cuda-12": "1.0", "mlx-cuda-13": "1.0"}, WRONG, "on top of each other"),
-        ({"mlx-metal": "1.1"}, WRONG, "do not belong"),
+        ({"mlx-metal": "1.1"}, WRONG, "do not belong together"),
     ],
 )
 def test_backends_that_are_mixed(monkeypatch, there, state, told):
@@ -260,15 +260,14 @@ def test_metal(monkeypatch):
 
 
 def test_an_intel_python_on_a_mac(monkeypatch):
-    assert doctor.machine()[0] == OK
-    monkeypatch.setattr(doctor.platform, "mac_ver", lambda: ("15.1", ("", "", ""), "x86_64"))
+    assert doctor.machine()[0] == doctor.python()[0] == OK
+    monkeypatch.setattr(doctor.platform, "mac_ver", lambda: ("15.1", ("", "", ""), ""))
     monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
-    state, found, advice = doctor.machine()
-    assert state == WRONG
-    assert found.endswith("for x86_64")
+    state, found, advice = doctor.python()
+    assert (state, found.endswith(" for x86_64 on macOS 15.1")) == (WRONG, True)
     assert "arm64" in advice
     monkeypatch.setattr(doctor.platform, "machine", lambda: "arm64")
-    assert doctor.machine()[0] == OK
+    assert doctor.python()[0] == OK
 
 
 @pytest.fixture
