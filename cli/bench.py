@@ -240,7 +240,7 @@ def _read_report(path: Path) -> Report:
         return Report.from_dict(json.loads(path.read_text("utf-8")), str(path))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UsageError(f"{path} is no JSON") from None
 
 

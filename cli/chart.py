@@ -53,6 +53,7 @@ def draw(report: Report, path: Path) -> None:
         xlabel="position of the draft in its round",
         ylabel="share of rounds that accept it",
         ylim=(0, 1.02),
+        xticks=range(1, lengths[-1] + 1),
     )
     costs = [cost for cost in report.rounds if cost.drafter == drafter]
     below = [0.0] * len(costs)

@@ -38,6 +38,7 @@ from mlx_mtp.pair import Pair
 FORMAT = 1
 PLAIN, ALL = "0", "all"  # a way; the kind that is all of them
 LEAST = 16  # tokens of an answer that can be timed
+ROUNDS = 25  # of every length that are timed part by part
 Spread = tuple[float, float, float]  # lower quartile, median, upper quartile
 Progress = Callable[[int, int], None]  # turns done, of
 
@@ -450,17 +451,17 @@ def leading(text: Sequence[int], other: Sequence[int]) -> float:
     """The share of tokens before the first that differs."""
     pairs = zip_longest(text, other)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return same / max(len(text), len(other), 1)
+    return same / max(len(text), len(other)) if same else float(text == other)
 
 
-def round_costs(pair: Pair, drafter: str, prompt: list[int], repeats: int = 25) -> list[RoundCost]:
+def round_costs(pair: Pair, drafter: str, prompt: list[int]) -> list[RoundCost]:
     """Draft, verify and host for 0 to MAX_DRAFT drafts behind a prompt, medians; WAITS. The first
     turn warms up."""
     engine = pair.engine(draft_length=FixedLength(0))
     batch = prefilled(engine, prompt)
     lengths = range(MAX_DRAFT + 1 if pair.drafter else 1)
     parts: dict[int, list[Spread]] = {k: [] for k in lengths}
-    for turn in range(repeats + 1):
+    for turn in range(ROUNDS + 1):
         for k in rotated(lengths, turn):
             part = round_parts(engine, batch, k)
             parts[k] += [part] if turn else []

@@ -77,7 +77,7 @@ class Ollama:
         host = host if "://" in host else f"http://{host}"
         self.url = host if host.rpartition(":")[2].strip("/").isdigit() else f"{host}:11434"
         self.model = model
-        self.version = self._ask("version", None)["version"]
+        self.version = self._ask("version", None).get("version", "")
         self.run("Hello", 1, raw=False)  # loads it
 
     def run(self, prompt: str, max_tokens: int, *, raw: bool) -> tuple[int, float]:
@@ -92,7 +92,7 @@ class Ollama:
         else:
             turn = {"role": "user", "content": prompt}
             answer = self._ask("chat", asked | {"messages": [turn], "think": False})
-        count, nanoseconds = answer.get("eval_count"), answer.get("eval_duration")
+        count, nanoseconds = (answer.get(key) for key in ("eval_count", "eval_duration"))
         if not (isinstance(count, int) and isinstance(nanoseconds, int) and count * nanoseconds):
             raise UsageError(f"Ollama at {self.url} answers without its counts")
         return count, nanoseconds / 1e9
@@ -103,14 +103,14 @@ class Ollama:
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with direct.open(asked, timeout=600) as response:
-                answer: dict[str, Any] = json.load(response)
+                answer = json.load(response)
         except urllib.error.HTTPError as error:
             said = error.read(300).decode(errors="replace").strip()
             raise UsageError(f"Ollama at {self.url} refuses {self.model}: {said}") from None
         except (OSError, ValueError) as error:
             why = getattr(error, "reason", error)
             raise UsageError(f"Ollama cannot be reached at {self.url}: {why}") from None
-        return answer
+        return answer if isinstance(answer, dict) else {}
 
 
 class Ours:

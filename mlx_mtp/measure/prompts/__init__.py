@@ -3,6 +3,7 @@ so only `code` says something about it."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 KINDS = ("code", "prose", "json", "edit")
@@ -15,4 +16,5 @@ def prompts() -> dict[str, list[str]]:
 
 def split(text: str) -> list[str]:
     """Prompts out of a file, where a line `---` stands between two."""
-    return [part.strip("\n") for part in f"\n{text}\n".split("\n---\n") if part.strip()]
+    parts = re.split(r"^---$", text.replace("\r\n", "\n"), flags=re.MULTILINE)
+    return [part.strip("\n") for part in parts if part.strip()]
