@@ -113,7 +113,7 @@ def main() -> None:
     print("| | chip | published | plan | error |\n|---|---|---|---|---|")
     for rows in (plain(), mtp(), ratios()):
         for what, chip, told, planned in rows:
-            print(f"| {what} | {chip} | {told:g} | {planned:.3g} | {planned / told - 1:+.0%} |")
+            print(f"| {what} | {chip} | {told:g} | {planned:.3g} | {round(planned / told - 1, 2) + 0.0:+.0%} |")
         print(f"| root mean square | | | | {math.expm1(error(rows)):.0%} |")
 
 

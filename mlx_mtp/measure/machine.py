@@ -80,9 +80,12 @@ class Machine:
 def this_machine() -> Machine:
     from mlx_mtp.weights import fit
 
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    name = _brand()
-    return Machine(name or "this machine", chip_of(name, memory), memory, fit.device_bytes())
+    told = _sysctl()
+    if told is None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Machine("this machine", None, memory, fit.device_bytes())
+    name, memory = told
+    return Machine(name, chip_of(name, memory), memory, fit.device_bytes())
 
 
 def named(chip: str, memory_gb: float) -> Machine:
@@ -109,15 +112,12 @@ def chip_of(name: str, memory: int) -> Chip | None:
     return found
 
 
-def _brand() -> str:
-    """What macOS calls the chip; "" elsewhere."""
+def _sysctl() -> tuple[str, int] | None:
+    """What macOS calls the chip, and the bytes of memory; None elsewhere."""
+    command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string", "hw.memsize"]
     try:
-        asked = subprocess.run(
-            ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return asked.stdout.strip() if asked.returncode == 0 else ""
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        name, memory = asked.stdout.splitlines()
+        return name.strip(), int(memory)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None

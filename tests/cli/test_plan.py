@@ -11,7 +11,7 @@ from mlx_mtp.measure import machine
 
 @pytest.fixture
 def no_chip(monkeypatch):
-    monkeypatch.setattr(machine, "_brand", lambda: "")
+    monkeypatch.setattr(machine, "_sysctl", lambda: None)
 
 
 def test_a_table_for_another_chip(inside):

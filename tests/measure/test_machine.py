@@ -49,18 +49,32 @@ def test_chips_of_a_family_differ_in_what_they_do():
             assert (one.bandwidth, one.flops) < (next_.bandwidth, next_.flops)
 
 
-def test_this_machine_without_sysctl_has_no_chip(monkeypatch):
-    def missing(*_args, **_kwargs):
-        raise FileNotFoundError
+def answers(monkeypatch, answer):
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_args, **_kwargs: answer())
 
-    monkeypatch.setattr(subprocess, "run", missing)
+
+@pytest.mark.parametrize("output", [None, "", "Some CPU\n", "Some CPU\nmuch\n"])
+def test_a_machine_that_is_no_mac_has_no_chip(monkeypatch, output):
+    def answer():
+        if output is None:
+            raise FileNotFoundError
+        return subprocess.CompletedProcess([], 0, output)
+
+    answers(monkeypatch, answer)
     here = this_machine()
     assert (here.name, here.chip) == ("this machine", None)
     assert 0 < here.limit <= here.memory
 
 
-def test_this_machine_is_asked_for_its_brand(monkeypatch):
-    answer = subprocess.CompletedProcess([], 0, "Apple M2 Ultra\n")
-    monkeypatch.setattr(machine.subprocess, "run", lambda *_args, **_kwargs: answer)
+def test_a_mac_is_asked_for_its_chip_and_memory(monkeypatch):
+    told = f"Apple M4 Max\n{36 << 30}\n"
+    answers(monkeypatch, lambda: subprocess.CompletedProcess([], 0, told))
     here = this_machine()
-    assert (here.name, here.chip.name) == ("Apple M2 Ultra", "M2 Ultra")
+    assert (here.name, here.memory) == ("Apple M4 Max", 36 << 30)
+    assert here.chip == named("M4 Max", 36).chip
+
+
+def test_a_chip_newer_than_the_table_is_not_guessed(monkeypatch):
+    told = f"Apple M7 Pro\n{64 << 30}\n"
+    answers(monkeypatch, lambda: subprocess.CompletedProcess([], 0, told))
+    assert (this_machine().name, this_machine().chip) == ("Apple M7 Pro", None)
