@@ -5,12 +5,12 @@ Memory is counted tensor by tensor, as `convert -q` packs them, and KV as the en
 Speed is what bandwidth, arithmetic and launches allow, no measurement. A pass over `rows` tokens
 reads packed matrices as often as MLX does (`reads`) and floats once; of experts and of tables that
 are looked up, what each row asks for; and, behind a full context, the keys and values that its
-layers attend to. It takes the longer of reading and of two operations a weight and row, and the
-same time for every launch. A round is a pass of the target over its drafts and one more token, and
-a pass of the drafter over one row for every draft. Three numbers are fitted to a few measurements
-that others published of other programs: FLOPS, LAUNCH and LAUNCH_BEFORE_M3; `python -m
-benchmarks.plan` shows them and the errors that are left. Prompts, sampling and whatever the host
-makes the GPU wait for are not in it.
+layers attend to. Arithmetic is two operations a weight and row, where floats count TILE rows from
+two on. A pass takes the longer of the two, and the same time for every launch. A round is a pass of
+the target over its drafts and one more token, and a pass of the drafter over one row for every
+draft. Three numbers are fitted to a few measurements that others published of other programs:
+FLOPS, LAUNCH and LAUNCH_BEFORE_M3; `python -m benchmarks.plan` shows them and the errors that are
+left. Prompts, sampling and whatever the host makes the GPU wait for are not in it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from mlx_mtp.weights.find import Found
 BITS = (4, 8, 16)
 CONTEXT = 8192
 M3 = 15  # its GPU's generation
+TILE = 32  # rows that MLX computes of a product of floats, from two on
 DRAFTER_BITS = 8  # as a drafter is packed when it is loaded on a GPU
 # Assumed: the share of its bandwidth that a chip reaches; so few measurements cannot tell it from
 # launches. Fitted: the share of its arithmetic, and seconds a launch, before M3 to one speed only.
@@ -64,14 +65,15 @@ ROOFLINE = (
 @dataclass(frozen=True)
 class Weights:
     """total: bytes in memory. packed, floats: of these in matrices that a pass reads whole,
-    quantised or not; by_row: what each of its rows reads of experts and tables. numbers and
-    by_row_numbers: how many weights they hold."""
+    quantised or not; by_row: what each of its rows reads of experts and tables. The others: how
+    many weights these hold."""
 
     total: int
     packed: float
     floats: float
     by_row: float
-    numbers: float
+    packed_numbers: float
+    float_numbers: float
     by_row_numbers: float
 
 
@@ -180,7 +182,9 @@ def pass_s(weights: Weights, chip: Chip, rows: int, launches: int, kv: float) ->
     """Seconds of a pass over `rows` tokens of one request."""
     packed = reads(rows, chip.generation) * weights.packed
     size = packed + weights.floats + rows * weights.by_row + kv
-    arithmetic = 2 * rows * (weights.numbers + weights.by_row_numbers) / (FLOPS * chip.flops)
+    numbers = rows * (weights.packed_numbers + weights.by_row_numbers)
+    numbers += (TILE if rows > 1 else 1) * weights.float_numbers
+    arithmetic = 2 * numbers / (FLOPS * chip.flops)
     launch = LAUNCH if chip.generation >= M3 else LAUNCH_BEFORE_M3
     return max(size / (BANDWIDTH * chip.bandwidth), arithmetic) + launches * launch
 
@@ -196,8 +200,8 @@ def weigh(module: nn.Module, shares: Mapping[str, float], total: int | None = No
     """Of a module that holds shapes only. shares: a part of a tensor's name -> which share of the
     tensor a row reads; others are read whole. Floats count two bytes. total: where it is known."""
     bits = {path: m.bits for path, m in module.named_modules() if hasattr(m, "bits")}
-    whole = {True: 0.0, False: 0.0}
-    numbers = by_row = by_row_numbers = size = 0.0
+    whole, numbers = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
+    by_row = by_row_numbers = size = 0.0
     for name, array in tree_flatten(module.parameters()):
         path, _, leaf = name.rpartition(".")
         nbytes = array.size * (2 if mx.issubdtype(array.dtype, mx.floating) else array.itemsize)
@@ -207,12 +211,13 @@ def weigh(module: nn.Module, shares: Mapping[str, float], total: int | None = No
         share = next((s for part, s in shares.items() if part in name), None)
         if share is None:
             whole[path in bits] += nbytes
-            numbers += count
+            numbers[path in bits] += count
         else:
             by_row += share * nbytes
             by_row_numbers += share * count
     total = int(size) if total is None else total
-    return Weights(total, whole[True], whole[False], by_row, numbers, by_row_numbers)
+    by_kind = (whole[True], whole[False], by_row, numbers[True], numbers[False], by_row_numbers)
+    return Weights(total, *by_kind)
 
 
 def of_target(module: Target, total: int | None = None) -> Weights:

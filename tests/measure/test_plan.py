@@ -140,15 +140,17 @@ def test_a_pass_takes_the_longer_of_reading_and_arithmetic_and_its_launches():
     chip = named("M4 Pro", 24).chip
     reading = 273e9 * plans.BANDWIDTH
     launch = 100 * plans.LAUNCH
-    packed = Weights(0, reading, 0, 0, 0, 0)  # a second's worth
+    packed = Weights(0, reading, 0, 0, 0, 0, 0)  # a second's worth
     assert pass_s(packed, chip, 5, 100, 0) == pytest.approx(1 + launch)
     assert pass_s(packed, chip, 6, 100, 0) == pytest.approx(2 + launch)
-    floats = Weights(0, 0, reading, 0, 0, 0)
+    floats = Weights(0, 0, reading, 0, 0, 0, 0)
     assert pass_s(floats, chip, 9, 0, reading) == pytest.approx(2)  # and KV
-    experts = Weights(0, 0, 0, reading, 0, 0)
+    experts = Weights(0, 0, 0, reading, 0, 0, 0)
     assert pass_s(experts, chip, 3, 0, 0) == pytest.approx(3)
-    arithmetic = Weights(0, reading, 0, 0, chip.flops * plans.FLOPS / 2, 0)
+    arithmetic = Weights(0, reading, 0, 0, chip.flops * plans.FLOPS / 2, 0, 0)
     assert pass_s(arithmetic, chip, 4, 0, 0) == pytest.approx(4)
+    tile = Weights(0, 0, reading, 0, 0, chip.flops * plans.FLOPS / 2, 0)
+    assert [pass_s(tile, chip, rows, 0, 0) for rows in (1, 2, 9)] == pytest.approx([1, 32, 32])
 
 
 def test_expected_tokens_follow_the_published_positions():
