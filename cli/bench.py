@@ -9,8 +9,9 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -129,10 +130,10 @@ def bench(
     old = None if compare is None else _read_report(compare)
     found = {name: find_pair(model, name, revision) for name in drafter or ["auto"]}
 
-    def pairs() -> Iterator[tuple[str, Pair]]:
-        for name in found:
-            loading = Loading()
-            pair = load_pair(
+    def load(name: str) -> Pair:
+        loading = Loading()
+        try:
+            return load_pair(
                 model,
                 drafter=name,
                 revision=revision,
@@ -141,12 +142,12 @@ def bench(
                 calibrate=not no_calibrate,
                 progress=loading,
             )
+        finally:
             loading.close()
-            yield pair.drafter_name or "none", pair
 
     with ExitStack() as stack:
-        others = _others(vs or [], model, found, plan, stack)
-        report = sweep.measure(pairs(), plan, others, _progress, say)
+        others = _others(vs or [], model, found.values(), plan, stack)
+        report = sweep.measure(map(load, found), plan, others, _progress, say)
     emit("\n".join([*table(report), "", "for README's table:", markdown_row(report), ""]))
     if old is not None:
         emit("\n".join(["", *compared(old, report), ""]))
@@ -182,47 +183,39 @@ def _prompts(kinds: str | None, file: Path | None) -> dict[str, list[str]]:
 
 
 def _others(
-    vs: list[str], model: str | None, found: Mapping[str, Found], plan: Plan, stack: ExitStack
-) -> Callable[[str, Pair], Mapping[str, Runner]]:
+    vs: list[str], model: str | None, found: Iterable[Found], plan: Plan, stack: ExitStack
+) -> Callable[[Pair], Mapping[str, Runner]]:
     """Starts what is compared with; what does not run this pair is left out and says so."""
-    from mlx_mtp.measure.bench import Run, contestant
+    from mlx_mtp.measure.bench import contestant, served
     from mlx_mtp.measure.peers import Ollama, Worker
     from mlx_mtp.weights import known
 
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     asked: dict[str, Runner] = {}
-    for name in vs:
-        peer, _, tag = name.partition("=")
-        if peer == "ollama":
-            tag = tag or f"gemma4:{model}" * (model in known.SHORT)
-            if not tag:
-                raise UsageError("--vs ollama needs its name for the model: --vs ollama=NAME")
-            server = Ollama(tag, os.environ.get("OLLAMA_HOST"))
-            say(f"Ollama {server.version} at {server.url} runs {tag}")
-            asked["ollama"] = lambda turn, server=server: Run(
-                *server.run(turn[0].text, plan.max_tokens, raw=turn[0].raw)
-            )
+    for tag in (name.partition("=")[2] for name in vs if name.startswith("ollama")):
+        tag = tag or f"gemma4:{model}" * (model in known.SHORT)
+        if not tag:
+            raise UsageError("--vs ollama needs its name for the model: --vs ollama=NAME")
+        server = Ollama(tag, os.environ.get("OLLAMA_HOST"))
+        say(f"Ollama {server.version} at {server.url} runs {tag}")
+        asked["ollama"] = served(server, plan)
 
-    def start(drafter: str, pair: Pair) -> Mapping[str, Runner]:
+    def start(pair: Pair) -> Mapping[str, Runner]:
         running = dict(asked)
-        its = next(f for f in found.values() if f.drafter and f.drafter.source.name == drafter)
-        assert its.drafter is not None
-        folders = [p.source.fetch(p.files, None) for p in (its.target, its.drafter)]
-        for name in vs:
-            if name == "ollama" or name.startswith("ollama="):
-                continue
+        its = next(f for f in found if (f.drafter and f.drafter.source.name) == pair.drafter_name)
+        folders = [p.source.fetch(p.files, None) for p in (its.target, its.drafter) if p]
+        for name in (name for name in vs if not name.startswith("ollama")):
+            lengths = {"mlx-lm": 0}
+            if name == "mlx-vlm":
+                lengths = {f"mlx-vlm {n}": n for n in plan.draft_lens if n}
             try:
-                worker = Worker(name, *folders, scratch / f"{len(list(scratch.iterdir()))}")
+                worker = Worker(name, folders[0], folders[-1], Path(tempfile.mkdtemp(dir=scratch)))
             except MtpError as error:
                 say(f"left out: {error}")
                 continue
             stack.callback(worker.close)
             say(f"{name} {worker.version}")
-            if name == "mlx-lm":
-                running[name] = contestant(worker, 0, plan, pair)
-            else:
-                for n in filter(None, plan.draft_lens):
-                    running[f"{name} {n}"] = contestant(worker, n, plan, pair)
+            running |= {way: contestant(worker, n, plan, pair) for way, n in lengths.items()}
         return running
 
     return start
@@ -340,30 +333,20 @@ def compared(old: Report, new: Report) -> list[str]:
 
 
 def as_csv(report: Report) -> str:
+    """A row a cell; its fields are named as in JSON."""
+    rows = [_flat(report, cell) for cell in report.cells]
     text = io.StringIO()
-    writer = csv.DictWriter(text, _csv_row(report, report.cells[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(_csv_row(report, cell) for cell in report.cells)
+    writer.writerows(rows)
     return text.getvalue()
 
 
-def _csv_row(report: Report, cell: Cell) -> dict[str, Any]:
-    quartiles = ("low", "median", "high")
-    rates = [*cell.acceptance, *[""] * 8][:8]
-    return {
-        "chip": report.machine["chip"],
-        "model": report.model,
-        "drafter": cell.drafter,
-        "batch": cell.batch,
-        "temperature": cell.temp,
-        "kind": cell.kind,
-        "drafts": cell.way,
-        "turns": cell.turns,
-        **{f"tokens_per_s_{name}": n for name, n in zip(quartiles, cell.tps, strict=True)},
-        **{f"x_plain_{name}": n for name, n in zip(quartiles, cell.ratio, strict=True)},
-        "tokens_per_round": cell.tokens_per_round,
-        "agreement": cell.agreement,
-        "identical": sum(cell.identical),
-        "answers": len(cell.identical),
-        **{f"accepted_{i}": rate for i, rate in enumerate(rates, 1)},
-    }
+def _flat(report: Report, cell: Cell) -> dict[str, Any]:
+    row = {"chip": report.machine["chip"], "model": report.model, **asdict(cell)}
+    for name in ("tps", "ratio"):
+        figures = row.pop(name)
+        row |= {f"{name}_{at}": n for at, n in zip(("low", "median", "high"), figures, strict=True)}
+    same, rates = row.pop("identical"), row.pop("acceptance")
+    row |= {"identical": sum(same), "answers": len(same)}
+    return row | {f"accepted_{i}": rate for i, rate in enumerate([*rates, *[""] * 8][:8], 1)}

@@ -32,7 +32,7 @@ from mlx_mtp.engine.sampling import Sampling
 from mlx_mtp.engine.session import MAX_ROWS, Engine
 from mlx_mtp.errors import MtpError, UsageError
 from mlx_mtp.generation import Options, prompt_ids
-from mlx_mtp.measure.peers import Worker
+from mlx_mtp.measure.peers import Ollama, Worker
 from mlx_mtp.pair import Pair
 
 FORMAT = 1
@@ -226,15 +226,15 @@ def machine() -> dict[str, str]:
 
 
 def measure(
-    pairs: Iterable[tuple[str, Pair]],
+    pairs: Iterable[Pair],
     plan: Plan,
-    others: Callable[[str, Pair], Mapping[str, Runner]] = lambda drafter, pair: {},
+    others: Callable[[Pair], Mapping[str, Runner]] = lambda pair: {},
     progress: Progress = lambda done, total: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Report:
-    """The whole sweep; WAITS. pairs: drafter's name and pair, one in memory at a time. others:
-    programs to compare with, which take part at batch 1, temperature 0. `say`: notices, at once,
-    that the report holds, too."""
+    """The whole sweep; WAITS. pairs: of one target, one in memory at a time. others: programs to
+    compare with, which take part at batch 1, temperature 0. `say`: notices, at once, that the
+    report holds, too."""
     notices: list[str] = []
     cells: list[Cell] = []
     costs: list[RoundCost] = []
@@ -245,8 +245,8 @@ def measure(
             notices.append(line)
             say(line)
 
-    for drafter, pair in pairs:
-        model = pair.name
+    for pair in pairs:
+        model, drafter = pair.name, pair.drafter_name or "none"
         if pair.drafter is None and any(length != 0 for length in plan.draft_lens):
             raise UsageError(
                 f"{model} has no drafter here: --drafter names one, --draft-lens 0 measures "
@@ -259,8 +259,10 @@ def measure(
             if temp == plan.temps[0]:
                 costs += round_costs(pair, drafter, next(iter(kept.values()))[0].ids)
             for batch in plan.batches:
-                beside = others(drafter, pair) if batch == 1 and temp == 0 else {}
+                beside = others(pair) if batch == 1 and temp == 0 else {}
                 cells += _group(pair, drafter, plan, kept, batch, temp, beside, progress)
+        pair.restore_limits()
+        del pair  # before the next one is loaded
     settings = {
         "prompts": {kind: len(asked) for kind, asked in plan.prompts.items()},
         "max_tokens": plan.max_tokens,
@@ -304,41 +306,20 @@ def decode(
     asked: list[Question],
 ) -> Run:
     """One turn of this engine, again where a graph had to be traced in it; WAITS."""
-    while True:
+    options, traces = Options(temperature=temp, seed=0), -1
+    how = options.sampling(pair.defaults), options.processing(pair.defaults)
+    eos = frozenset(pair.defaults.eos_token_ids)
+    while traces != engine.rounds.traces:
         traces = engine.rounds.traces
-        run = _decode(pair, engine, draft_len, temp, max_tokens, asked)
-        if engine.rounds.traces == traces:
-            return run
-
-
-def _decode(
-    pair: Pair,
-    engine: Engine,
-    draft_len: int | None,
-    temp: float,
-    max_tokens: int,
-    asked: list[Question],
-) -> Run:
-    options = Options(temperature=temp, seed=0)
-    requests = [
-        Request(
-            question.ids,
-            max_tokens,
-            options.sampling(pair.defaults),
-            options.processing(pair.defaults),
-            eos=frozenset(pair.defaults.eos_token_ids),
-            draft_len=draft_len,
-        )
-        for question in asked
-    ]
-    for request in requests:
-        engine.add(request)
-    while any(not r.tokens and r.finish_reason is None for r in requests):
-        engine.step()
-    before, started = sum(len(r.tokens) for r in requests), time.perf_counter()
-    while engine.busy:
-        engine.step()
-    seconds = time.perf_counter() - started
+        requests = [Request(q.ids, max_tokens, *how, eos=eos, draft_len=draft_len) for q in asked]
+        for request in requests:
+            engine.add(request)
+        while any(not r.tokens and r.finish_reason is None for r in requests):
+            engine.step()
+        before, started = sum(len(r.tokens) for r in requests), time.perf_counter()
+        while engine.busy:
+            engine.step()
+        seconds = time.perf_counter() - started
     if failed := next((r.error for r in requests if r.error), None):
         raise MtpError(failed)
     stats = [r.stats for r in requests]
@@ -531,6 +512,11 @@ def contestant(worker: Worker, draft_len: int, plan: Plan, pair: Pair) -> Runner
         return Run(counted, answer["seconds"], counted, answer["rounds"], (answer["tokens"],))
 
     return run
+
+
+def served(server: Ollama, plan: Plan) -> Runner:
+    """A server's own count of its answer to the same text."""
+    return lambda asked: Run(*server.run(asked[0].text, plan.max_tokens, raw=asked[0].raw))
 
 
 def compare(old: Report, new: Report) -> tuple[list[str], list[tuple[Cell, Cell]]]:

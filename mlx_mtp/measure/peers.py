@@ -37,7 +37,7 @@ class Worker:
     """A contestant's process. Raises MtpError where it ends."""
 
     def __init__(self, name: str, target: Path, drafter: Path, scratch: Path):
-        scratch.mkdir(parents=True)
+        scratch.mkdir(parents=True, exist_ok=True)
         self.name, self.log = name, scratch / "log"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "mlx_mtp.measure.peers", name, str(target), str(drafter)],

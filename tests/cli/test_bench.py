@@ -38,8 +38,8 @@ def test_a_sweep_writes_a_table_and_files(run, model, tmp_path):
     made = Report.from_dict(json.loads(report.read_text()), "it")
     assert [cell.way for cell in made.cells] == ["0", "2"]
     rows = list(csv.DictReader(table.open()))
-    assert [row["drafts"] for row in rows] == ["0", "2"]
-    assert float(rows[1]["x_plain_median"]) == made.cells[1].ratio[1]
+    assert [row["way"] for row in rows] == ["0", "2"]
+    assert float(rows[1]["ratio_median"]) == made.cells[1].ratio[1]
     assert rows[1]["accepted_2"] == str(made.cells[1].acceptance[1])
     assert rows[1]["accepted_3"] == ""
     assert picture.read_text().startswith("<?xml")

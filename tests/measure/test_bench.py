@@ -45,26 +45,26 @@ def swept(pair: Pair) -> tuple[Report, list[list[Question]]]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "ROUNDS", 2)
-        report = bench.measure([("its drafter", pair)], plan, lambda *_: {"other": other})
+        report = bench.measure([pair], plan, lambda _: {"other": other})
     return report, asked
 
 
 def test_every_cell_is_there_and_plain_decoding_is_what_ratios_are_to(swept) -> None:
     cells = {cell.key: cell for cell in swept[0].cells}
     ours = {
-        ("its drafter", batch, temp, kind, way)
+        ("embedded drafter", batch, temp, kind, way)
         for batch in (1, 2)
         for temp in (0.0, 0.8)
         for kind in ("code", "more", "all")
         for way in ("0", "3", "auto")
     }
     assert ours <= set(cells)
-    others = {("its drafter", 1, 0.0, kind, "other") for kind in ("code", "more", "all")}
+    others = {("embedded drafter", 1, 0.0, kind, "other") for kind in ("code", "more", "all")}
     assert set(cells) - ours == others
-    assert cells["its drafter", 1, 0.0, "code", "0"].ratio == (1.0, 1.0, 1.0)
-    assert cells["its drafter", 1, 0.0, "all", "other"].tps == (5.0, 5.0, 5.0)
-    assert cells["its drafter", 1, 0.0, "all", "other"].agreement is None
-    drafted = cells["its drafter", 1, 0.0, "code", "3"]
+    assert cells["embedded drafter", 1, 0.0, "code", "0"].ratio == (1.0, 1.0, 1.0)
+    assert cells["embedded drafter", 1, 0.0, "all", "other"].tps == (5.0, 5.0, 5.0)
+    assert cells["embedded drafter", 1, 0.0, "all", "other"].agreement is None
+    drafted = cells["embedded drafter", 1, 0.0, "code", "3"]
     assert len(drafted.acceptance) == 3
     assert 1 < drafted.tokens_per_round <= 4
     assert drafted.turns == len(drafted.identical) == 2
@@ -212,7 +212,7 @@ def test_a_model_without_a_template_completes(pair: Pair) -> None:
 
 def test_without_a_drafter_there_is_nothing_to_sweep(pair: Pair) -> None:
     with pytest.raises(UsageError, match="has no drafter here"):
-        bench.measure([("none", replace(pair, drafter=None))], Plan({"code": CODE}))
+        bench.measure([replace(pair, drafter=None)], Plan({"code": CODE}))
 
 
 @pytest.mark.parametrize(
