@@ -186,7 +186,7 @@ def _others(
     vs: list[str], model: str | None, found: Iterable[Found], plan: Plan, stack: ExitStack
 ) -> Callable[[Pair], Mapping[str, Runner]]:
     """Starts what is compared with; what does not run this pair is left out and says so."""
-    from mlx_mtp.measure.bench import contestant, served
+    from mlx_mtp.measure.bench import Question, contestant, served
     from mlx_mtp.measure.peers import Ollama, Worker
     from mlx_mtp.weights import known
 
@@ -204,18 +204,22 @@ def _others(
         running = dict(asked)
         its = next(f for f in found if (f.drafter and f.drafter.source.name) == pair.drafter_name)
         folders = [p.source.fetch(p.files, None) for p in (its.target, its.drafter) if p]
+        hello = Question("", pair.tokenizer.encode("Hello", bos=True), raw=True)
         for name in (name for name in vs if not name.startswith("ollama")):
             lengths = {"mlx-lm": 0}
             if name == "mlx-vlm":
                 lengths = {f"mlx-vlm {n}": n for n in plan.draft_lens if n}
             try:
                 worker = Worker(name, folders[0], folders[-1], Path(tempfile.mkdtemp(dir=scratch)))
+                stack.callback(worker.close)
+                runners = {way: contestant(worker, n, plan, pair) for way, n in lengths.items()}
+                for run in runners.values():
+                    run([hello])
             except MtpError as error:
                 say(f"left out: {error}")
                 continue
-            stack.callback(worker.close)
             say(f"{name} {worker.version}")
-            running |= {way: contestant(worker, n, plan, pair) for way, n in lengths.items()}
+            running |= runners
         return running
 
     return start

@@ -172,14 +172,10 @@ class MlxVlm:
         self.model = gemma4.Model(gemma4.ModelConfig(text_config=text, vision_config=vision))
         named = {text_name(name): array for name, array in read(target).items()}
         weights = {name: array for name, array in named.items() if name.startswith("model.")}
-        if scheme := raw.get("quantization"):
-            unpack = unpacking(scheme, weights)
-            how = {key: scheme[key] for key in ("group_size", "bits", "mode") if key in scheme}
-            nn.quantize(self.model.language_model, class_predicate=unpack, **how)
-        self.model.language_model.load_weights(list(weights.items()))
+        fill(self.model.language_model, weights, raw)
         raw = json.loads((drafter / "config.json").read_text())
         self.drafter = gemma4_assistant.Model(gemma4_assistant.ModelConfig.from_dict(raw))
-        self.drafter.load_weights(list(self.drafter.sanitize(read(drafter)).items()))
+        fill(self.drafter, self.drafter.sanitize(read(drafter)), raw)
         mx.eval(self.model.language_model.parameters(), self.drafter.parameters())
 
     def stream(self, request: dict[str, Any]) -> Stream:
@@ -217,10 +213,17 @@ def text_name(name: str) -> str:
     return name
 
 
-def unpacking(scheme: dict[str, Any], weights: dict[str, mx.array]) -> Any:
-    """Which modules are stored packed, and how where it is not as the most: for nn.quantize."""
+def fill(module: nn.Module, weights: dict[str, mx.array], config: dict[str, Any]) -> None:
+    """Load weights, packed as the config says: as the most are, or as is said of one."""
+    scheme = config.get("quantization", {})
     own = {text_name(name): how for name, how in scheme.items() if isinstance(how, dict)}
-    return lambda path, _: f"{path}.scales" in weights and own.get(path, True)
+    if how := {key: scheme[key] for key in ("group_size", "bits", "mode") if key in scheme}:
+        nn.quantize(
+            module,
+            class_predicate=lambda path, _: f"{path}.scales" in weights and own.get(path, True),
+            **how,
+        )
+    module.load_weights(list(weights.items()))
 
 
 def read(folder: Path) -> dict[str, mx.array]:
@@ -246,6 +249,8 @@ def timed(stream: Stream, max_tokens: int, eos: list[int]) -> dict[str, Any]:
         if len(tokens) == max_tokens:
             break
     last = max((i for i, number in enumerate(numbers) if number < numbers[-1]), default=0)
+    if not tokens:
+        return dict.fromkeys(("seconds", "cpu_seconds", "counted", "rounds"), 0) | {"tokens": []}
     seconds, cpu = (b - a for a, b in zip(times[0], times[last], strict=True))
     return {
         "tokens": tokens,

@@ -101,3 +101,8 @@ def test_a_missing_extra_is_one_line(
     assert capsys.readouterr().err == (
         "mlx-vlm is not installed; run: python3 -m pip install -e '.[bench]'\n"
     )
+
+
+def test_an_answer_without_tokens_took_no_time() -> None:
+    result = peers.timed((pair for pair in [(99, 0)]), max_tokens=5, eos=[99])
+    assert result == {"tokens": [], "seconds": 0, "cpu_seconds": 0, "counted": 0, "rounds": 0}
