@@ -113,10 +113,11 @@ def anonymous(model: str | None = None) -> Callable[[str], str]:
     """Makes one line of a text and takes out what says whose machine it is, and where the folder
     `model` lies."""
     hidden: list[tuple[str, str]] = []
-    place = Path(model or "").expanduser()
-    if model and (place.is_absolute() or place.exists()):
-        hidden += [(str(path), "...") for path in (place.absolute().parent, Path(model).parent)]
-    hidden += [(str(Path.home()), "~"), (str(Path.home().resolve()), "~")]
+    home, place = os.path.expanduser("~"), os.path.expanduser(model or "")
+    if os.path.isabs(place) or (place and os.path.exists(place)):
+        folders = os.path.dirname(os.path.abspath(place)), os.path.dirname(model or "")
+        hidden += [(folder, "...") for folder in folders if folder != home]
+    hidden += [(home, "~"), (os.path.realpath(home), "~")]
     hidden += [(os.environ.get(name, ""), f"${name}") for name in HIDDEN]
     with suppress(OSError, KeyError):
         hidden.append((getpass.getuser(), "USER"))
@@ -124,7 +125,7 @@ def anonymous(model: str | None = None) -> Callable[[str], str]:
     patterns = [
         (re.compile(rf"(?<![^\W_]){re.escape(value)}(?![^\W_])", re.IGNORECASE), name)
         for value, name in hidden
-        if value not in ("", ".", "~", "/")
+        if value not in ("", "~", "/")
     ]
 
     def clean(text: str) -> str:
@@ -202,10 +203,11 @@ def metal() -> Found:
 
     from mlx_mtp.weights.fit import gb
 
+    info = mx.device_info()
     if not mx.metal.is_available():
         state = WARNING if sys.platform == "darwin" else SKIPPED
-        return state, f"no Metal here, MLX runs on the {mx.default_device().type.name}"
-    info = mx.device_info()
+        device = f"{mx.default_device().type.name} ({info.get('device_name', 'unknown')})"
+        return state, f"no Metal here, MLX runs on the {device}"
     generation = re.search(r"g(\d+)", str(info["architecture"]))
     return OK, (
         f"{info['device_name']}, {info['architecture']}, GPU generation "
@@ -219,12 +221,24 @@ def data() -> Found:
     """What is kept there is read as the program itself does."""
     from mlx_mtp.folders import data_folder
     from mlx_mtp.kernels.profile import Profile
+    from mlx_mtp.measure import tuned
 
-    found = writable(data_folder(), "XDG_DATA_HOME")
-    _, ignored = Profile.load(data_folder())
-    if found[0] == OK and ignored:
-        return WRONG if "cannot be read" in ignored else WARNING, ignored, "delete it"
-    return found
+    folder = data_folder()
+    found = writable(folder, "XDG_DATA_HOME")
+    if found[0] == WRONG:
+        return found
+    _, ignored = Profile.load(folder)
+    files = sorted(folder.glob("tuned/*.json"))
+    damaged = [ignored] if ignored else []
+    for path in files:
+        try:
+            tuned.read(path)
+        except tuned.DAMAGED:
+            damaged.append(f"{path} cannot be read and is ignored")
+    if damaged:
+        state = WRONG if any("cannot be read" in line for line in damaged) else WARNING
+        return state, "; ".join(damaged), "delete what is named here"
+    return OK, f"{folder}, {len(files)} tuned profiles"
 
 
 def cache() -> Found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,19 +14,21 @@ import pytest
 
 import mlx_mtp
 from mlx_mtp import generation
+from mlx_mtp.engine.calibrate import contest, norms_site
 from mlx_mtp.engine.requests import Stats
 from mlx_mtp.errors import LoadError
 from mlx_mtp.folders import data_folder
 from mlx_mtp.kernels import fused, launch, race
 from mlx_mtp.kernels.profile import Profile
 from mlx_mtp.kernels.race import Contest
-from mlx_mtp.measure import doctor
+from mlx_mtp.measure import doctor, tuned
 from mlx_mtp.measure.doctor import OK, SKIPPED, WARNING, WRONG
+from mlx_mtp.measure.tuned import Tuned
 from mlx_mtp.models.rows import wrap
 from mlx_mtp.pair import GenerationDefaults, Pair
 from mlx_mtp.weights import load
 from mlx_mtp.weights.known import SHORT
-from tests.metal.pairs import make_pair
+from tests.metal.pairs import make_pair, through_the_emulator
 from tests.weights.fake_hub import SECRET, FakeHub
 
 TINY = Path(load.__file__).parent / "tiny"
@@ -74,17 +77,29 @@ def test_a_wrong_kernel_among_a_pairs_own(monkeypatch):
     assert found.count("fused at norms") == found.count(" at ") == 9
 
 
+def test_a_wrong_sign_in_a_kernels_source(monkeypatch):
+    """Its source, through the emulator of a Metal device."""
+    through_the_emulator(monkeypatch)
+    monkeypatch.setattr(race, "_fastest", lambda *_: race.STOCK)
+    site = norms_site(make_pair()[0].layers[0], mx.float32)
+    raced = [partial(contest, [site], 2)]
+    assert doctor.kernels(raced)[0] == OK
+    source = fused.ADD_NORM.source.replace(" + part", " - part")
+    monkeypatch.setattr(fused, "ADD_NORM", replace(fused.ADD_NORM, source=source))
+    state, found, _ = doctor.kernels(raced)
+    assert state == WRONG
+    assert "fused at norms 64 float32, 2 rows: off by" in found
+
+
 @pytest.mark.parametrize(
-    ("name", "look", "variable", "inside"),
-    [
-        ("data", doctor.data, "XDG_DATA_HOME", "mlx-mtp"),
-        ("cache", doctor.cache, "HF_HOME", "hub"),
-    ],
+    ("look", "variable", "inside"),
+    [(doctor.data, "XDG_DATA_HOME", "mlx-mtp"), (doctor.cache, "HF_HOME", "hub")],
 )
-def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path, name, look, variable, inside):
+def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path, look, variable, inside):
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv(variable, str(tmp_path))
-    assert look() == (OK, str(tmp_path / inside))
+    state, found = look()
+    assert (state, found.startswith(str(tmp_path / inside))) == (OK, True)
     assert not any(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "folder"):
@@ -106,8 +121,21 @@ def test_damaged_and_stale_kernels(monkeypatch, tmp_path):
     assert doctor.data()[0] == WARNING
     path.write_text("{")
     state, found, advice = doctor.data()
-    assert (state, advice) == (WRONG, "delete it")
-    assert str(path) in found
+    assert (state, found, advice[:6]) == (WRONG, f"{path} cannot be read and is ignored", "delete")
+
+
+def test_damaged_profiles(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    one = Tuned(dict.fromkeys(range(9), 0.01), (0.5,) * 8, False, True, 0, None, "2026-11-30")
+    whole, cut, strange = (tuned.save(data_folder(), name, {}, one) for name in "abc")
+    assert doctor.data() == (OK, f"{data_folder()}, 3 tuned profiles")
+    cut.write_text(cut.read_text()[:-9])
+    strange.write_text(strange.read_text().replace("0.01", "-1", 1))
+    state, found, _ = doctor.data()
+    assert state == WRONG
+    assert str(cut) in found
+    assert str(strange) in found
+    assert str(whole) not in found
 
 
 def install(folder: Path, name: str, version: str) -> None:
@@ -336,6 +364,7 @@ def test_nothing_personal_is_told(monkeypatch, tmp_path):
     assert clean(f"{home}/a of zoe.doe on zoes-mac.local, zoes-mac: {SECRET}") == (
         "~/a of USER on HOST, HOST: $HF_TOKEN"
     )
+    assert doctor.anonymous(str(home / "model"))(f"{home}/x") == "~/x"
     assert clean(f"{tmp_path}/of/model/config.json") == ".../model/config.json"
 
 
@@ -345,5 +374,7 @@ def test_a_user_without_a_name(monkeypatch):
 
     monkeypatch.setattr(doctor.getpass, "getuser", nobody)
     monkeypatch.setattr(doctor.platform, "node", lambda: "")
-    monkeypatch.setenv("HOME", "/")
-    assert doctor.anonymous()("a/b") == "a/b"
+    for home in ("/", "~"):
+        monkeypatch.setenv("HOME", home)
+        for model in (None, "", "~", "~nobody/x", "x" * 300, "a/b", "/"):
+            assert doctor.anonymous(model)("a/b ~") == "a/b ~"
