@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from mlx_mtp.weights.find import Found
 
 PEERS = ("mlx-lm", "mlx-vlm", "ollama")
-HELP = """Measure tokens/s of MODEL by draft length, beside plain decoding in the same turn.
+HELP = """Measure tokens/s of MODEL by draft length, beside plain decoding at the same time.
 
-Ways to decode take turns on every prompt; figures are medians with quartiles, prefill left out.
+Ways to decode take turns on every prompt, --repeats times; figures are medians of these laps with
+quartiles, prefill left out.
 The table goes to stdout; docs/bench.md says how to read it and how to send a report. --vs runs
 mlx-lm (plain) and mlx-vlm (its MTP) on the same weights and token ids in processes of their own,
 and asks Ollama at OLLAMA_HOST for its own counts of its own model: ollama=NAME. They take part at
@@ -62,8 +63,8 @@ def bench(
             metavar="FILE", help="Use the prompts in FILE, lines --- between them. [default: none]"
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Turns a prompt.")] = 3,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 48,
+    repeats: Annotated[int, typer.Option(help="Laps over the prompts.")] = 5,
     cool_down: Annotated[float, typer.Option(help="Seconds of rest before each turn.")] = 0.0,
     vs: Annotated[
         list[str] | None,

@@ -1,9 +1,10 @@
 """Tokens/s by draft length, drafter, batch, kind of prompt and temperature, beside plain decoding.
 
 All ways to decode take turns on every prompt, and in every turn another one comes first, so that a
-busy or a hot machine slows all alike: what counts is the ratio to plain decoding in the same turn.
-Tokens are counted from the first one on, prefill left out, up to EOS; prompts with an answer that
-is too short to time are left out. Sampled answers have a seed, so texts can be compared there, too.
+busy or a hot machine slows all alike. A lap is a turn on each prompt; what counts is the ratio to
+plain decoding in the same lap, and how it varies from lap to lap. Tokens are counted from the first
+one on, prefill left out, up to EOS; prompts with an answer that is too short to time are left out.
+Sampled answers have a seed, so texts can be compared there, too.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ Progress = Callable[[int, int], None]  # turns done, of
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. draft_lens: None is auto. prompts: by kind. cool_down: seconds before each
-    turn. Raises UsageError."""
+    """What is measured. draft_lens: None is auto. prompts: by kind. repeats: laps. cool_down:
+    seconds before each turn. Raises UsageError."""
 
     prompts: Mapping[str, Sequence[str]]
     draft_lens: tuple[int | None, ...] = (0, 1, 2, 4, 6, 8, None)
     batches: tuple[int, ...] = (1,)
     temps: tuple[float, ...] = (0.0,)
-    max_tokens: int = 64
-    repeats: int = 3
+    max_tokens: int = 48
+    repeats: int = 5
     cool_down: float = 0.0
 
     def __post_init__(self) -> None:
@@ -95,10 +96,6 @@ class Run:
     drafted: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
 
-    @property
-    def tps(self) -> float:
-        return self.counted / max(self.seconds, 1e-9)
-
 
 Runner = Callable[[list[Question]], Run]
 Part = TypeVar("Part", "Cell", "RoundCost")
@@ -108,7 +105,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Cell:
     """One figure's place and what was measured there. way: a draft length, "auto", or another
-    program. ratio: to plain decoding in the same turn. acceptance: by position. agreement: the
+    program. ratio: to plain decoding in the same lap. acceptance: by position. agreement: the
     share of leading tokens that are those of the prompt alone, plainly decoded; identical: for
     each answer, whether all are. None where the program does not say."""
 
@@ -117,7 +114,7 @@ class Cell:
     temp: float
     kind: str
     way: str
-    turns: int
+    laps: int
     tps: Spread
     ratio: Spread
     tokens_per_round: float | None
@@ -359,29 +356,26 @@ def _group(
         for kind, asked in kept.items()
         for i in range(len(asked))
     ]
-    for way in ways.values():
-        way(turns[0][1])  # warms up
-    found: dict[tuple[str, str], list[tuple[int, Run, float]]] = {}
+    for run in ways.values():
+        run(turns[0][1])  # warms up
+    laps: list[dict[str, list[Run]]] = [{way: [] for way in ways} for _ in range(plan.repeats)]
     total = plan.repeats * len(turns)
     for number in range(total):
         progress(number, total)
         time.sleep(plan.cool_down)
-        turn = number % len(turns)
-        kind, asked = turns[turn]
-        runs = {name: ways[name](asked) for name in rotated(list(ways), number)}
-        for name in ways:
-            run = runs[name]
-            for place in (kind, ALL) if len(kept) > 1 else (kind,):
-                sample = turn, run, run.tps / runs[PLAIN].tps
-                found.setdefault((place, name), []).append(sample)
+        lap, place = divmod(number, len(turns))
+        for name in rotated(list(ways), lap + place):
+            laps[lap][name].append(ways[name](turns[place][1]))
     progress(total, total)
     auto.close()
     fixed.close()
-    texts = [[question.alone for question in asked] for _, asked in turns]
-    return [
-        cell_of((drafter, batch, temp, kind, way), samples, texts)
-        for (kind, way), samples in found.items()
-    ]
+    cells: list[Cell] = []
+    for kind in dict.fromkeys((*(kind for kind, _ in turns), ALL) if len(kept) > 1 else kept):
+        places = [i for i, (its, _) in enumerate(turns) if kind in (its, ALL)]
+        alone = [[question.alone for question in turns[i][1]] for i in places]
+        of_kind = [{way: [runs[i] for i in places] for way, runs in lap.items()} for lap in laps]
+        cells += [cell_of((drafter, batch, temp, kind, way), of_kind, alone) for way in ways]
+    return cells
 
 
 def rotated(items: Sequence[T], number: int) -> list[T]:
@@ -391,19 +385,22 @@ def rotated(items: Sequence[T], number: int) -> list[T]:
 
 def cell_of(
     key: tuple[str, int, float, str, str],
-    samples: Sequence[tuple[int, Run, float]],
+    laps: Sequence[Mapping[str, Sequence[Run]]],
     alone: Sequence[Sequence[list[int]]],
 ) -> Cell:
-    """samples: (turn, run, ratio); alone: by turn the texts of its prompts alone."""
-    runs = [run for _, run, _ in samples]
+    """laps: by way its runs of every turn; alone: by turn the texts of its prompts alone."""
+    way = key[-1]
+    runs = [run for lap in laps for run in lap[way]]
+    speeds = [speed(lap[way]) for lap in laps]
     shares = [
-        (turn, row, leading(text, alone[turn][row]))
-        for turn, run, _ in samples
-        for row, text in enumerate(run.texts)
+        [
+            leading(a, b)
+            for run, texts in zip(lap[way], alone, strict=True)
+            if run.texts
+            for a, b in zip(run.texts, texts, strict=True)
+        ]
+        for lap in laps
     ]
-    same: dict[tuple[int, int], bool] = {}
-    for turn, row, share in shares:
-        same[turn, row] = same.get((turn, row), True) and share == 1
     drafted, accepted = (
         [sum(counts) for counts in zip(*lists, strict=True)]
         for lists in ([run.drafted for run in runs], [run.accepted for run in runs])
@@ -411,19 +408,24 @@ def cell_of(
     rounds = sum(run.rounds for run in runs)
     return Cell(
         *key,
-        turns=len(samples),
-        tps=spread([run.tps for run in runs]),
-        ratio=spread([ratio for *_, ratio in samples]),
+        laps=len(laps),
+        tps=spread(speeds),
+        ratio=spread([a / speed(lap[PLAIN]) for a, lap in zip(speeds, laps, strict=True)]),
         tokens_per_round=sum(run.emitted for run in runs) / rounds if rounds else None,
         acceptance=tuple(a / d for d, a in zip(drafted, accepted, strict=True) if d),
-        agreement=statistics.mean(share for *_, share in shares) if shares else None,
-        identical=tuple(same.values()),
+        agreement=statistics.mean(map(statistics.mean, shares)) if shares[0] else None,
+        identical=tuple(min(answer) == 1 for answer in zip(*shares, strict=True)),
     )
+
+
+def speed(runs: Sequence[Run]) -> float:
+    """Tokens/s of all together."""
+    return sum(run.counted for run in runs) / max(sum(run.seconds for run in runs), 1e-9)
 
 
 def spread(values: Sequence[float]) -> Spread:
     low, middle, high = statistics.quantiles(
-        [*values, *values[:1]][: max(len(values), 2)], n=4, method="inclusive"
+        values if len(values) > 1 else [*values] * 2, n=4, method="inclusive"
     )
     return low, middle, high
 

@@ -67,7 +67,7 @@ def test_every_cell_is_there_and_plain_decoding_is_what_ratios_are_to(swept) -> 
     drafted = cells["embedded drafter", 1, 0.0, "code", "3"]
     assert len(drafted.acceptance) == 3
     assert 1 < drafted.tokens_per_round <= 4
-    assert drafted.turns == len(drafted.identical) == 2
+    assert (drafted.laps, len(drafted.identical)) == (1, 2)
 
 
 @pytest.mark.skipif(not on_cpu(), reason="elsewhere rows may round differently")
@@ -162,19 +162,24 @@ def test_two_reports_meet_in_the_cells_that_both_have(swept) -> None:
     assert compare(new, new)[0] == []
 
 
-def test_a_cell_sums_up_its_turns() -> None:
+def test_a_cell_sums_up_its_laps() -> None:
     texts = [[[1, 2, 3, 4]], [[5, 6]]]
-    runs = [
-        (0, Run(8, 2.0, 8, 4, ([1, 2, 3, 4],), (4, 4), (4, 2)), 2.0),
-        (1, Run(9, 1.0, 9, 3, ([5, 7],), (3, 0), (2, 0)), 3.0),
-        (0, Run(8, 1.0, 8, 4, ([1, 2, 3],), (4, 4), (3, 1)), 4.0),
+    plain = [Run(8, 4.0, 8, 8), Run(2, 1.0, 2, 2)]  # 2 tokens/s
+    drafting = [
+        Run(8, 2.0, 8, 4, ([1, 2, 3, 4],), (4, 4), (4, 2)),
+        Run(2, 0.5, 2, 1, ([5, 7],), (3, 0), (2, 0)),
     ]
-    cell = cell_of(("d", 1, 0.0, "code", "2"), runs, texts)
-    assert (cell.turns, cell.tps[1], cell.ratio) == (3, 8.0, (2.5, 3.0, 3.5))
-    assert cell.tokens_per_round == 25 / 11
-    assert cell.acceptance == (9 / 11, 3 / 8)
+    again = [replace(drafting[0], seconds=1.0), replace(drafting[1], seconds=0.25)]
+    again[0] = replace(again[0], texts=([1, 2, 3],))
+    laps = [{"0": plain, "2": drafting}, {"0": plain, "2": again}, {"0": plain, "2": drafting}]
+    cell = cell_of(("d", 1, 0.0, "code", "2"), laps, texts)
+    assert (cell.laps, cell.tps, cell.ratio) == (3, (4.0, 4.0, 6.0), (2.0, 2.0, 3.0))
+    assert cell.tokens_per_round == 2
+    assert cell.acceptance == (18 / 21, 6 / 12)
     assert cell.identical == (False, False)
-    assert cell.agreement == pytest.approx((1 + 0.5 + 0.75) / 3)
+    assert cell.agreement == pytest.approx((1 + 0.5 + 0.75 + 0.5 + 1 + 0.5) / 6)
+    none = cell_of(("d", 1, 0.0, "code", "0"), laps, texts)
+    assert (none.agreement, none.identical, none.acceptance) == (None, (), ())
 
 
 @pytest.mark.parametrize(
