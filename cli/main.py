@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from mlx_mtp.cli import bench, chat, convert, doctor, generate, inspect, plan, stdio, verify
+from mlx_mtp.cli import bench, chat, convert, doctor, generate, inspect, plan, stdio, tune, verify
 from mlx_mtp.cli.terminal import Interrupted, OutputClosed, say, signals, write_stderr
 from mlx_mtp.errors import MtpError
 
@@ -30,6 +30,7 @@ app.command(help=generate.HELP)(generate.generate)
 app.command(help=chat.HELP)(chat.chat)
 app.command(help=plan.HELP)(plan.plan)
 app.command(help=bench.HELP)(bench.bench)
+app.command(help=tune.HELP)(tune.tune)
 app.command(help=inspect.HELP)(inspect.inspect)
 app.command(help=convert.HELP)(convert.convert)
 app.command(help=verify.HELP)(verify.verify)

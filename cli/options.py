@@ -82,7 +82,7 @@ DrafterBits = Annotated[
     int | None,
     typer.Option(
         help="Quantise the drafter at load to 8, 6 or 4 bits; 0 keeps it as stored. [default: "
-        "8 on a GPU, 0 on the CPU]"
+        "what mlx-mtp tune found, else 8 on a GPU, 0 on the CPU]"
     ),
 ]
 NoCalibrate = Annotated[
@@ -90,7 +90,7 @@ NoCalibrate = Annotated[
     typer.Option(
         "--no-calibrate",
         help="On Metal, race no kernels at the first load of a model (5 s at most); what "
-        "earlier races gave is used. [default: off]",
+        "earlier races and mlx-mtp tune gave is used. [default: off]",
     ),
 ]
 

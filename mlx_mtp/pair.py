@@ -71,7 +71,7 @@ class Pair:
     memory_limit: bytes that weights and KV may take, None for no limit. restore_limits: puts MLX's
     limits, which loading set on Metal, back to what they were. draft_length: chooses the draft
     length where it is left open, and learns as long as the pair lives. compiled: whether rounds are
-    faster compiled, once that was measured.
+    faster compiled, pipelined: pipelined, once that was measured.
     calibration: which kernels are used here, None off Metal. exact: draft only as far as a verify
     pass is bit for bit what plain decoding is on this machine (`measure.exact`).
     """
@@ -94,6 +94,7 @@ class Pair:
     restore_limits: Callable[[], None] = lambda: None
     draft_length: AutoLength = field(default_factory=AutoLength)
     compiled: bool | None = None
+    pipelined: bool | None = None
     calibration: Calibration | None = None
     exact: bool = False
 
@@ -114,8 +115,9 @@ class Pair:
 
         here, device = mx.default_device().type.name, self.drafter_device
         beside = None if device in (None, here) else getattr(mx, device)
-        if beside is None and how.get("compile") is None:
-            how["compile"] = self.compiled
+        for name, measured in (("compile", self.compiled), ("pipeline", self.pipelined)):
+            if beside is None and how.get(name) is None:
+                how[name] = measured
         settings: dict[str, Any] = {
             "draft_length": self.draft_length,
             "memory_limit": self.memory_limit,

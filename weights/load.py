@@ -14,9 +14,11 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_mtp.engine.calibrate import Calibration
+from mlx_mtp.engine.draft_length import AutoLength
 from mlx_mtp.errors import LoadError, UsageError
 from mlx_mtp.folders import data_folder
 from mlx_mtp.kernels.launch import on_metal
+from mlx_mtp.measure import tuned
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.layers import on_cpu
 from mlx_mtp.models.target import Target
@@ -25,7 +27,7 @@ from mlx_mtp.text.chat import ChatTemplate
 from mlx_mtp.text.tokenizer import Tokenizer
 from mlx_mtp.weights import fit
 from mlx_mtp.weights.checkpoint import Checkpoint, Folder, Progress
-from mlx_mtp.weights.find import find_pair
+from mlx_mtp.weights.find import Found, find_pair
 from mlx_mtp.weights.limits import limit_memory, wired_by_others
 from mlx_mtp.weights.planned import Model, Planned, plan_drafter, plan_target
 
@@ -44,6 +46,7 @@ def load_pair(
     force_fit: bool = False,
     calibrate: bool = True,
     exact: bool = False,
+    profile: bool = True,
     progress: Progress | None = None,
 ) -> Pair:
     """A target and its drafter, ready to generate.
@@ -51,18 +54,22 @@ def load_pair(
     model: a folder, a hub id, a short name (`known.SHORT`), or None for the embedded pair.
     drafter: a folder or a hub id, "auto" to find the one that fits, None for plain decoding.
     drafter_bits: what the drafter is quantised to as it is read: 4, 6 or 8; 0 leaves it as stored;
-    None is 8 on a GPU and 0 on the CPU, where packed weights are slower. A drafter that is stored
+    None is what was tuned, else 8 on a GPU and 0 on the CPU, where packed weights are slower. A
+    drafter that is stored
     quantised stays as it is.
     drafter_device: "cpu" or "gpu", which the drafter is laid out for; None is the target's.
     force_fit: load even where memory or disk will not do.
     calibrate: on Metal, race the kernels that are not known yet for this model's shapes; else only
     what earlier races gave is used (`engine.calibrate`).
     exact: draft only where that is bit for bit what plain decoding is here (`measure.exact`).
+    profile: go by what `mlx-mtp tune` measured, where that is of this pair on this machine.
     progress: called with (what, bytes done, bytes in all) while weights come in.
     Raises LoadError, PairError, FitError and UsageError, all but the tokenizer's before any weight
     is read; that one loads in a thread beside the weights, and ends their reading when it fails.
     """
     started = time.perf_counter()
+    if profile:
+        tuned.set_buffers(data_folder(), model)
     here, device = mx.default_device(), _device(drafter_device)
     if drafter_bits not in (None, *DRAFTER_BITS):
         raise UsageError(f"drafter bits are {drafter_bits}; they must be one of {DRAFTER_BITS}")
@@ -73,10 +80,16 @@ def load_pair(
     where = target.checkpoint.where("generation_config.json")
     defaults = GenerationDefaults.from_files(found.config, target.checkpoint.generation, where)
     float32 = _float32_pays(target)
+    known, known_line = None, None
+    if profile:
+        key = tuned.key_of(found, float32, device.type.name)
+        known, known_line = tuned.load(data_folder(), target.source.name, key, drafter_bits)
     planned: list[tuple[Planned[Target] | Planned[Drafter], bool, mx.Device]]
     planned = [(target, float32, here)]
     if assistant is not None:
         with mx.stream(device):
+            if known and not assistant.quantized:
+                drafter_bits = known.drafter_bits
             drafter_bits = _pack(assistant, drafter_bits)
             own = float32 if device == here else _float32_pays(assistant)
         planned.append((assistant, own, device))
@@ -109,6 +122,7 @@ def load_pair(
         *found.notices,
         *(notice for p, *_ in planned for notice in p.notices),
         *([limited] if limited else []),
+        *([known_line] if known_line else []),
         *([] if tokenizer.bos_id is not None else [f"{target.source.name}: {NO_BOS}"]),
     ]
     calibration = None
@@ -132,10 +146,23 @@ def load_pair(
         weights_bytes=sum(p.loaded_bytes() for p, *_ in planned),
         memory_limit=None if force_fit else max(fit.device_bytes() - others, 0),
         restore_limits=restore_limits,
+        draft_length=AutoLength(known.seconds, acceptance=known.acceptance)
+        if known
+        else AutoLength(),
+        compiled=known.compile if known else None,
+        pipelined=known.pipeline if known else None,
         calibration=calibration,
         exact=exact,
         load_s=time.perf_counter() - started,
     )
+
+
+def read_drafter(found: Found, bits: int) -> Drafter:
+    """The drafter of a pair anew, where it is stored in floats: quantised to so many bits, or 0."""
+    assert found.drafter is not None
+    _pack(found.drafter, bits)
+    found.drafter.read(float32=_float32_pays(found.target))
+    return found.drafter.module
 
 
 def load_target(folder: str | Path, *, float32: bool | None = None) -> Target:

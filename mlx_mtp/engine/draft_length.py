@@ -7,9 +7,9 @@ is told each round's result one round late, and learns across requests.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 from operator import mul
 from typing import Any, NamedTuple, Protocol
@@ -22,11 +22,14 @@ COPIES = (4, 8)  # lengths of a copied block: few, as each is a graph of its own
 # Acceptance, of the long and the short average: decay per round, rounds' worth of what it leans on.
 DECAYS, LEAN = (0.995, 0.96), (2.0, 12.0)
 PRIOR, MATCHED = 0.7, 0.9
+LEAN_MEASURED = 8.0  # the long average, on rates that were measured before
 # Costs, relative to a round's: noise of one measurement, drift of the machine and of one length a
 # round, the deviations that a long round counts for; HOPE: deviations in favour of a shape.
 NOISE, DRIFT, AGEING, CLIP, HOPE = 0.1, 0.01, 0.002, 0.7, 0.4
 # Rounds to the first trial of a neighbour or a copy, and most rounds between two.
 PAUSE, COPY_PAUSE = (8, 128), (8, 128)
+# A measured cost, the median of many rounds: rounds that it counts for, and the first pause.
+MEASURED, PAUSE_MEASURED = 8, 32
 
 
 class Shape(NamedTuple):
@@ -85,10 +88,15 @@ class Acceptance:
 
     Averages over the last passage, which lean on averages over the last few pages, and those,
     where a position is seldom reached, on the position before it. tokens: expected of a row's
-    round with 0 to 8 drafts, its bonus token included.
+    round with 0 to 8 drafts, its bonus token included. measured: rates of another text, by
+    position, which are leant on instead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, measured: Sequence[float] | None = None) -> None:
+        rates = measured or [PRIOR] * MAX_DRAFT
+        self._lean = LEAN_MEASURED if measured else LEAN[0]
+        # What a position's rate is expected to be of the one's before it.
+        self._steps = [rates[0], *(b / max(a, 0.01) for a, b in pairwise(rates))]
         # by average and position: [drafts tried, drafts accepted]
         self.counts = [[[0.0, 0.0] for _ in range(MAX_DRAFT)] for _ in DECAYS]
         self._sum_up()
@@ -105,9 +113,11 @@ class Acceptance:
         self._sum_up()
 
     def _sum_up(self) -> None:
-        before, self.rates = PRIOR, list[float]()
-        for (tried, accepted), (last, last_accepted) in zip(*self.counts, strict=True):
-            before = (accepted + LEAN[0] * before) / (tried + LEAN[0])
+        before, lean, self.rates = 1.0, self._lean, list[float]()
+        for step, (tried, accepted), (last, last_accepted) in zip(
+            self._steps, *self.counts, strict=True
+        ):
+            before = (accepted + lean * min(step * before, 1.0)) / (tried + lean)
             self.rates.append((last_accepted + LEAN[1] * before) / (last + LEAN[1]))
         self.tokens = list(accumulate(accumulate(self.rates, mul, initial=1.0)))
 
@@ -184,7 +194,8 @@ class Pause:
 class AutoLength:
     """Chooses by what it has seen; the same outcomes give the same choices.
 
-    seconds: a calibration, steps -> seconds of a round. copy: whether copied drafts are made.
+    seconds: as measured here before, steps -> seconds of a round; acceptance: by position. What is
+    known by these is not tried. copy: whether copied drafts are made.
     """
 
     def __init__(
@@ -192,20 +203,23 @@ class AutoLength:
         seconds: Mapping[int, float] | None = None,
         max_draft: int = MAX_DRAFT,
         copy: bool = True,
+        acceptance: Sequence[float] | None = None,
     ):
         check_draft_len(max_draft)
         self.max_draft = max_draft
         self.copies = [n for n in COPIES if copy and n <= max_draft]
-        self.drafted, self.copied = Acceptance(), Acceptance()
+        self.drafted, self.copied = Acceptance(acceptance), Acceptance()
         self.costs = Costs()  # with as many rows as now
         self._costs_by_rows = {1: self.costs}  # rows rounded up to a power of two
         self.chosen: Counter[Shape] = Counter()
-        for steps, value in (seconds or {}).items():
+        self.tuned = bool(seconds)
+        for steps, value in MEASURED * sorted((seconds or {}).items()):
             self.costs.learn(Shape(steps), value, clip=inf)
         self._best = Shape(min(2, max_draft))
         # What is tried next whatever it brings: at first a short draft and plain decoding.
         self._trials = deque([] if seconds else [self._best, self._best, Shape(0), Shape(0)])
-        self._neighbour, self._copy = Pause(*PAUSE), Pause(*COPY_PAUSE)
+        pause = PAUSE_MEASURED if seconds else PAUSE[0]
+        self._neighbour, self._copy = Pause(pause, PAUSE[1]), Pause(*COPY_PAUSE)
         self._turn = 0
         self._rows, self._matched = 1, MATCHED
 
@@ -277,6 +291,7 @@ class AutoLength:
         """What was chosen and why, for --json."""
         scale = self.costs.scale or 0.0
         return {
+            "tuned": self.tuned,
             "chosen": {_name(s): n for s, n in sorted(self.chosen.items())},
             "acceptance": [round(rate, 3) for rate in self.drafted.rates[: self.max_draft]],
             "seconds": {_name(s): scale * self.costs[s] for s in sorted(self.costs.measured)},
