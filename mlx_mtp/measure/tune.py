@@ -54,11 +54,13 @@ W = TypeVar("W")
 
 
 class Recorder:
-    """As a controller of draft lengths: all of `lengths` in turn, whatever they bring."""
+    """As a controller of draft lengths: all of `lengths` in turn, whatever they bring. cycles:
+    seconds of a round of each, which ran one soon after the other."""
 
     def __init__(self, lengths: Sequence[int]):
         self.lengths, self.turn = lengths, 0
-        self.seconds: dict[int, list[float]] = {n: [] for n in lengths}
+        self.cycles: list[Seconds] = []
+        self._cycle: Seconds = {}
         self.rows: list[tuple[int, int]] = []
 
     def choose(self, match: bool = False) -> Shape:
@@ -68,14 +70,20 @@ class Recorder:
     def learn(self, outcome: Outcome) -> None:
         self.rows += outcome.rows
         if outcome.seconds is not None:
-            self.seconds[outcome.shape.draft_len].append(outcome.seconds)
-
-    @property
-    def least(self) -> int:
-        return min(map(len, self.seconds.values()))
+            self._cycle[outcome.shape.draft_len] = outcome.seconds
+            if len(self._cycle) == len(self.lengths):
+                self.cycles.append(self._cycle)
+                self._cycle = {}
 
     def medians(self) -> Seconds:
-        return {n: statistics.median(seconds) for n, seconds in self.seconds.items()}
+        """Of each length's share of its cycle, so that a machine that slows down for a while
+        changes none of the ratios; times that of the cycles."""
+        whole = statistics.median(sum(cycle.values()) for cycle in self.cycles)
+        shares = {
+            n: statistics.median(cycle[n] / sum(cycle.values()) for cycle in self.cycles)
+            for n in self.lengths
+        }
+        return {n: whole * share for n, share in shares.items()}
 
 
 @dataclass
@@ -102,7 +110,7 @@ def take_turns(
     """Answer on all engines in turn until every length of theirs has so many timed rounds."""
     eos, processing = frozenset(pair.defaults.eos_token_ids), Options().processing(pair.defaults)
     number = before = 0
-    while (least := min(recorder.least for _, recorder in ways.values())) < rounds:
+    while (least := min(len(recorder.cycles) for _, recorder in ways.values())) < rounds:
         tell(least)
         if number and number % len(asked) == 0:
             if least == before and not eos:
@@ -164,11 +172,14 @@ def faster(costs: Mapping[W, float], usual: W) -> W:
     return best if costs[best] < SAVES * costs[usual] else usual
 
 
-def relative(seconds: Mapping[W, Seconds], usual: W) -> dict[W, float]:
-    """Seconds of each way's rounds in the usual one's, a median over lengths."""
+def relative(cycles: Mapping[W, Sequence[Seconds]], usual: W) -> dict[W, float]:
+    """Seconds of each way's rounds in the usual one's, a median of cycles close in time."""
     return {
-        way: statistics.median(took / seconds[usual][n] for n, took in its.items())
-        for way, its in seconds.items()
+        way: statistics.median(
+            sum(cycle.values()) / sum(other.values())
+            for cycle, other in zip(its, cycles[usual], strict=False)
+        )
+        for way, its in cycles.items()
     }
 
 
@@ -186,7 +197,7 @@ def tune(
     """Measures and keeps it; WAITS. compile: race compiled rounds on the CPU, too. progress: told
     what is measured, steps done and in all; loading: as `load_pair`'s. Raises what that does, and
     UsageError without a drafter."""
-    how = {"drafter": drafter, "revision": revision, "force_fit": force_fit}
+    how: dict[str, Any] = {"drafter": drafter, "revision": revision, "force_fit": force_fit}
     buffer, notices = _buffers(model, how, progress)
     pair = load_pair(model, profile=False, progress=loading, **how)
     if pair.drafter is None:
@@ -208,7 +219,7 @@ def tune(
         min(TRIALS, rounds),
         lambda done: progress("ways to run rounds", done, TRIALS),
     )
-    costs = relative({way: recorder.medians() for way, recorder in raced.items()}, usual)
+    costs = relative({way: recorder.cycles for way, recorder in raced.items()}, usual)
     compiled, pipelined = faster(costs, usual)
     setting = {"compile": compiled, "pipeline": pipelined}
     found = find_pair(model, drafter, revision)
