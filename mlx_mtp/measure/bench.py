@@ -2,9 +2,10 @@
 
 All ways to decode take turns on every prompt, and in every turn another one comes first, so that a
 busy or a hot machine slows all alike. A lap is a turn on each prompt; what counts is the ratio to
-plain decoding in the same lap, and how it varies from lap to lap. Tokens are counted from the first
-one on, prefill left out, up to EOS; prompts with an answer that is too short to time are left out.
-Sampled answers have a seed, so texts can be compared there, too.
+plain decoding in the same turn, its quartiles over laps, and of these the geometric mean over
+prompts, which repeats better than any one prompt's. Tokens are counted from the first one on,
+prefill left out, up to EOS; prompts with an answer that is too short to time are left out. Sampled
+answers have a seed, so texts can be compared there, too.
 """
 
 from __future__ import annotations
@@ -96,6 +97,10 @@ class Run:
     drafted: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
 
+    @property
+    def tps(self) -> float:
+        return max(self.counted, 1e-9) / max(self.seconds, 1e-9)
+
 
 Runner = Callable[[list[Question]], Run]
 Part = TypeVar("Part", "Cell", "RoundCost")
@@ -105,7 +110,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Cell:
     """One figure's place and what was measured there. way: a draft length, "auto", or another
-    program. ratio: to plain decoding in the same lap. acceptance: by position. agreement: the
+    program. ratio: to plain decoding in the same turn. acceptance: by position. agreement: the
     share of leading tokens that are those of the prompt alone, plainly decoded; identical: for
     each answer, whether all are. None where the program does not say."""
 
@@ -391,7 +396,11 @@ def cell_of(
     """laps: by way its runs of every turn; alone: by turn the texts of its prompts alone."""
     way = key[-1]
     runs = [run for lap in laps for run in lap[way]]
-    speeds = [speed(lap[way]) for lap in laps]
+    speeds = [[run.tps for run in lap[way]] for lap in laps]
+    plain = [[run.tps for run in lap[PLAIN]] for lap in laps]
+    ratios = [
+        [a / b for a, b in zip(*both, strict=True)] for both in zip(speeds, plain, strict=True)
+    ]
     shares = [
         [
             leading(a, b)
@@ -410,7 +419,7 @@ def cell_of(
         *key,
         laps=len(laps),
         tps=spread(speeds),
-        ratio=spread([a / speed(lap[PLAIN]) for a, lap in zip(speeds, laps, strict=True)]),
+        ratio=spread(ratios),
         tokens_per_round=sum(run.emitted for run in runs) / rounds if rounds else None,
         acceptance=tuple(a / d for d, a in zip(drafted, accepted, strict=True) if d),
         agreement=statistics.mean(map(statistics.mean, shares)) if shares[0] else None,
@@ -418,15 +427,14 @@ def cell_of(
     )
 
 
-def speed(runs: Sequence[Run]) -> float:
-    """Tokens/s of all together."""
-    return sum(run.counted for run in runs) / max(sum(run.seconds for run in runs), 1e-9)
-
-
-def spread(values: Sequence[float]) -> Spread:
-    low, middle, high = statistics.quantiles(
-        values if len(values) > 1 else [*values] * 2, n=4, method="inclusive"
-    )
+def spread(laps: Sequence[Sequence[float]]) -> Spread:
+    """Of each turn the quartiles over laps, which a hiccup does not move, and of these the
+    geometric mean."""
+    laps = laps if len(laps) > 1 else [*laps] * 2
+    turns = [
+        statistics.quantiles(turn, n=4, method="inclusive") for turn in zip(*laps, strict=True)
+    ]
+    low, middle, high = map(statistics.geometric_mean, zip(*turns, strict=True))
     return low, middle, high
 
 
