@@ -96,7 +96,8 @@ class Acceptance:
         rates = measured or [PRIOR] * MAX_DRAFT
         self._lean = LEAN_MEASURED if measured else LEAN[0]
         # What a position's rate is expected to be of the one's before it.
-        self._steps = [rates[0], *(b / max(a, 0.01) for a, b in pairwise(rates))]
+        steps = (b / max(a, 0.01) for a, b in pairwise(rates))
+        self._steps = [rates[0], *(min(max(step, 0.7), 1.3) for step in steps)]
         # by average and position: [drafts tried, drafts accepted]
         self.counts = [[[0.0, 0.0] for _ in range(MAX_DRAFT)] for _ in DECAYS]
         self._sum_up()

@@ -202,6 +202,30 @@ def test_a_calibration_saves_the_first_trials():
     assert AutoLength(costs).choose() == Shape(0)
 
 
+@pytest.mark.parametrize("name", ["M1", "M3 Max", "CPU"])
+@pytest.mark.parametrize(("text", "first"), [("code", 0.85), ("prose", 0.62)])
+def test_from_a_profile_short_answers_are_close_to_the_best_fixed_length(name, text, first):
+    machine, best, taken = MACHINES[name], [0.0] * 9, 0.0
+    seconds = {n: machine.cost(Shape(n)) / 100 for n in range(9)}
+    for seed in range(12):
+        trace, auto = synthetic(text, 80, seed), AutoLength(seconds, acceptance=[first] * 8)
+        taken += 1 / play(lambda place, match, a=auto: a.choose(match), trace, machine, auto.learn)
+        for n in range(9):
+            best[n] += 1 / play(fixed(n), trace, machine)
+    assert min(best) >= 0.94 * taken
+
+
+def test_from_a_profile_nothing_known_is_tried_and_what_changes_is_learnt():
+    seconds = {n: MACHINES["CPU"].cost(Shape(n)) for n in range(9)}
+    auto = AutoLength(seconds, acceptance=[0.0] * 8)
+    assert rounds(auto, 31, accepted=0) == [Shape(0)] * 31
+    assert max(rounds(auto, 400, accepted=8)[-8:]).steps >= 6
+    auto = AutoLength(seconds, acceptance=[0.95] * 8)
+    assert rounds(auto, 1, accepted=8)[0].steps >= 6
+    assert rounds(auto, 100, accepted=0)[-20:].count(Shape(0)) >= 18
+    assert auto.describe()["tuned"]
+
+
 @pytest.mark.parametrize("most", range(9))
 def test_no_more_drafts_than_allowed(most):
     shapes = rounds(AutoLength(max_draft=most), 100, accepted=8, match=True, copied=8)
