@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--shape", default="embedded,compute", help="default: embedded,compute")
     parser.add_argument("--prompts", type=int, default=12, help="default: 12")
     parser.add_argument("--repeats", type=int, default=3, help="turns a prompt (default: 3)")
+    parser.add_argument("--rounds", type=int, default=40, help="of tune, a length (default: 40)")
     given = parser.parse_args()
     print(f"MLX {mx.__version__}, {mx.default_device()}, load {os.getloadavg()[0]:.1f}")
     with own_data_folder(), tempfile.TemporaryDirectory() as scratch:
@@ -168,7 +169,7 @@ def main() -> None:
                 target, assistant = write_pair(Path(scratch), SHAPES[shape])
                 checkpoints.add_tokenizer(target, SHAPES[shape].shared["vocab_size"])
                 model, drafter = str(target), str(assistant)
-            report = tune(model, drafter)
+            report = tune(model, drafter, rounds=given.rounds)
             pair = load_pair(model, drafter=drafter)
             assert pair.draft_length.tuned, pair.notices
             print(f"{shape}: {pair.notices}")
@@ -180,7 +181,7 @@ def main() -> None:
                 chance = random.Random(1)
                 words = range(200, SHAPES[shape].shared["vocab_size"])
                 prompts = [chance.sample(words, 48) for _ in range(given.prompts)]
-                most = 32
+                most = 24
             sweep(pair, report.tuned, report.parts[8].draft / 8, prompts, given.repeats, most)
 
 
