@@ -13,11 +13,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 USE = README[README.index("## Use") : README.index("## Models")]
-BLOCKS = re.findall(r"```sh\n(.*?)```", USE + (ROOT / "docs/stdio.md").read_text(), re.DOTALL)
+PAGES = [USE, *((ROOT / "docs" / name).read_text() for name in ("stdio.md", "bench.md"))]
+BLOCKS = re.findall(r"```sh\n(.*?)```", "\n".join(PAGES), re.DOTALL)
 # `.ci/run` converts and verifies; nobody is to upload anything.
 APART = ("mlx-mtp convert ", "mlx-mtp verify ", "hf ")
 LINES = [line for block in BLOCKS for line in block.splitlines() if not line.startswith(APART)]
-COMMANDS = [line for line in LINES if "~" not in line]
+COMMANDS = [line for line in dict.fromkeys(LINES) if "~" not in line]
+OF_HUB = re.compile(r"(--model|bench) (?P<model>[^\s-]\S*)")
 PROGRAM = re.search(r"```python\n(.*?)```", USE, re.DOTALL)[1]
 
 
@@ -35,18 +37,19 @@ def run(command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "--model" not in c])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if not OF_HUB.search(c)])
 def test_a_command_works(command):
     done = run(command)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "--model" in c])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if OF_HUB.search(c)])
 def test_a_command_for_the_hub_is_well_formed(command):
     """Its options parse: with a folder that is not there it ends at the model, not before."""
-    model = re.search(r"--model (\S+)", command)[1]
-    done = run(command.replace(model, "/no/such/folder"))
+    given = OF_HUB.search(command)
+    start, end = given.span("model")
+    done = run(f"{command[:start]}/no/such/folder{command[end:]}")
     assert done.returncode == 3
     assert "/no/such/folder: no such folder" in done.stderr
 
@@ -62,6 +65,7 @@ def test_the_program_runs():
 def test_every_option_named_in_readme_is_in_help():
     ours = re.sub("`vllm .*`", "", USE)
     told = set(re.findall(r"`?(--[a-z-]+)", ours)) - {"--help"}
-    commands = ("generate", "chat", "stdio", "convert", "verify", "inspect")
+    commands = re.findall(r"^  ([a-z]+) ", run("mlx-mtp --help").stdout, re.MULTILINE)
+    assert "plan" in commands
     shown = "".join(run(f"mlx-mtp {command} --help").stdout for command in commands)
     assert [option for option in told if option not in shown] == []
