@@ -36,10 +36,10 @@ from mlx_mtp.engine.requests import Request
 from mlx_mtp.engine.session import Engine
 from mlx_mtp.measure.bench import rotated
 from mlx_mtp.measure.tune import tune
-from mlx_mtp.measure.tuned import Tuned
 from mlx_mtp.pair import Pair
 from mlx_mtp.weights.find import TINY
 from mlx_mtp.weights.load import load_pair
+from mlx_mtp.weights.tuned import Tuned
 from tests import checkpoints
 
 LEAST = 24  # tokens of an answer

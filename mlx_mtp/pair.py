@@ -73,7 +73,7 @@ class Pair:
     length where it is left open, and learns as long as the pair lives. compiled: whether rounds are
     faster compiled, pipelined: pipelined, once that was measured.
     calibration: which kernels are used here, None off Metal. exact: draft only as far as a verify
-    pass is bit for bit what plain decoding is on this machine (`measure.exact`).
+    pass is bit for bit what plain decoding is on this machine (`engine.exact`).
     """
 
     target: Target
@@ -132,7 +132,7 @@ class Pair:
             engine.calibrate()
             self.compiled = engine.policy.compile
         if self.exact and self.drafter is not None:
-            from mlx_mtp.measure import exact
+            from mlx_mtp.engine import exact
 
             exact.limit(engine)
         return engine

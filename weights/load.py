@@ -18,14 +18,13 @@ from mlx_mtp.engine.draft_length import AutoLength
 from mlx_mtp.errors import LoadError, UsageError
 from mlx_mtp.folders import data_folder
 from mlx_mtp.kernels.launch import on_metal
-from mlx_mtp.measure import tuned
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.layers import on_cpu
 from mlx_mtp.models.target import Target
 from mlx_mtp.pair import GenerationDefaults, Pair
 from mlx_mtp.text.chat import ChatTemplate
 from mlx_mtp.text.tokenizer import Tokenizer
-from mlx_mtp.weights import fit
+from mlx_mtp.weights import fit, tuned
 from mlx_mtp.weights.checkpoint import Checkpoint, Folder, Progress
 from mlx_mtp.weights.find import Found, find_pair
 from mlx_mtp.weights.limits import limit_memory, wired_by_others
@@ -61,7 +60,7 @@ def load_pair(
     force_fit: load even where memory or disk will not do.
     calibrate: on Metal, race the kernels that are not known yet for this model's shapes; else only
     what earlier races gave is used (`engine.calibrate`).
-    exact: draft only where that is bit for bit what plain decoding is here (`measure.exact`).
+    exact: draft only where that is bit for bit what plain decoding is here (`engine.exact`).
     profile: go by what `mlx-mtp tune` measured, where that is of this pair on this machine.
     progress: called with (what, bytes done, bytes in all) while weights come in.
     Raises LoadError, PairError, FitError and UsageError, all but the tokenizer's before any weight

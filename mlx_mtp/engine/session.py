@@ -29,6 +29,7 @@ from mlx_mtp.engine.round import ReadLogprobs, RoundResult, Rounds, RoundShape
 from mlx_mtp.engine.sampling import kind_of
 from mlx_mtp.errors import ContextError, UsageError
 from mlx_mtp.models.drafter import Drafter
+from mlx_mtp.models.layers import on_cpu
 from mlx_mtp.models.target import Target
 
 __all__ = ["Engine", "Event", "Request"]
@@ -355,7 +356,9 @@ class Engine:
             row.ahead += k + 1
             assert row.ahead <= 2 * BLOCK, "more rounds in flight than rings have slots for"
         places = [(batch.rows.index(row), row, request) for row, request in serve]
-        self._flights.append(Flight(result, shape, places, teaches=not (moved or traced)))
+        # A CPU runs nothing ahead: there the time before a result is that of the round behind it.
+        teaches = not (moved or traced or (self.policy.pipeline and on_cpu()))
+        self._flights.append(Flight(result, shape, places, teaches=teaches))
 
     def _read(self, flight: Flight) -> list[Event]:
         """WAITS for one result, hands out its tokens and lets go of the rows that ended."""

@@ -221,7 +221,7 @@ def data() -> Found:
     """What is kept there is read as the program itself does."""
     from mlx_mtp.folders import data_folder
     from mlx_mtp.kernels.profile import Profile
-    from mlx_mtp.measure import tuned
+    from mlx_mtp.weights import tuned
 
     folder = data_folder()
     found = writable(folder, "XDG_DATA_HOME")
@@ -333,7 +333,7 @@ def memory(pair: Pair) -> Found:
 
 
 def exactness(pair: Pair) -> Found:
-    from mlx_mtp.measure.exact import probe
+    from mlx_mtp.engine.exact import probe
 
     engine = pair.engine()
     try:

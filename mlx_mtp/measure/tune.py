@@ -31,15 +31,15 @@ from mlx_mtp.errors import MtpError, UsageError
 from mlx_mtp.folders import data_folder
 from mlx_mtp.generation import Options, prompt_ids
 from mlx_mtp.kernels.launch import on_metal
-from mlx_mtp.measure import tuned
 from mlx_mtp.measure.bench import RoundCost, rotated, round_costs
 from mlx_mtp.measure.prompts import prompts
-from mlx_mtp.measure.tuned import BUFFERS, Tuned
 from mlx_mtp.models.layers import on_cpu
 from mlx_mtp.pair import Pair
+from mlx_mtp.weights import tuned
 from mlx_mtp.weights.checkpoint import Progress
 from mlx_mtp.weights.find import find_pair
 from mlx_mtp.weights.load import load_pair, read_drafter
+from mlx_mtp.weights.tuned import BUFFERS, Tuned
 
 LENGTHS = range(MAX_DRAFT + 1)
 ROUNDS, TRIALS = 40, 12  # timed rounds a length: of what is kept, and of ways that are compared
@@ -211,16 +211,18 @@ def tune(
     raw = pair.template is None
     asked = [prompt_ids(pair, text, Options(raw=raw)) for text in prompts()["code"]]
     usual, ways = _ways(compile, notices)
-    raced = timed(
-        pair,
-        {way: (pair, {"compile": way[0], "pipeline": way[1]}) for way in ways},
-        TRIED,
-        asked,
-        min(TRIALS, rounds),
-        lambda done: progress("ways to run rounds", done, TRIALS),
-    )
-    costs = relative({way: recorder.cycles for way, recorder in raced.items()}, usual)
-    compiled, pipelined = faster(costs, usual)
+    costs: dict[tuple[bool, bool], float] = {}
+    if len(ways) > 1:
+        raced = timed(
+            pair,
+            {way: (pair, {"compile": way[0], "pipeline": way[1]}) for way in ways},
+            TRIED,
+            asked,
+            min(TRIALS, rounds),
+            lambda done: progress("ways to run rounds", done, TRIALS),
+        )
+        costs = relative({way: recorder.cycles for way, recorder in raced.items()}, usual)
+    compiled, pipelined = faster(costs, usual) if costs else usual
     setting = {"compile": compiled, "pipeline": pipelined}
     found = find_pair(model, drafter, revision)
     assert found.drafter is not None
@@ -275,7 +277,8 @@ def _ways(compile: bool | None, notices: list[str]) -> tuple[tuple[bool, bool], 
     if cpu and not compile:
         notices.append("compiled rounds are not measured on a CPU without --compile: it takes g++")
     able = (False, True) if compile or (compile is None and not cpu) else (False,)
-    return (not cpu, not cpu), [(c, p) for c in able for p in (False, True)]
+    # A CPU runs nothing ahead, so that pipelining only makes stops late there.
+    return (not cpu, not cpu), [(c, p) for c in able for p in ((False,) if cpu else (False, True))]
 
 
 def _drafter_bits(

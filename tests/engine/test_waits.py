@@ -13,7 +13,7 @@ from mlx_mtp.engine.round import RoundShape, run_round
 from mlx_mtp.engine.sampling import Sampling
 from mlx_mtp.models.layers import on_cpu
 
-from .pairs import PROMPT, Engine, make_drafter, make_target, plain, run
+from .pairs import PROMPT, Engine, Schedule, make_drafter, make_target, plain, run
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +119,19 @@ def test_in_a_worker_thread(pair):
     for thread in threads:
         thread.join(60)
     assert texts == [expected, expected]
+
+
+@pytest.mark.skipif(not on_cpu(), reason="a GPU does run ahead")
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_where_nothing_runs_ahead_a_pipelined_round_teaches_no_cost(pair, pipeline):
+    """The time before its result is that of the round behind it: `mlx-mtp tune` once kept a profile
+    in which the seconds of every draft length were those of the next."""
+    told = []
+
+    class Told(Schedule):
+        def learn(self, outcome):
+            told.append(outcome.seconds)
+
+    engine = Engine(*pair, draft_length=Told([0, 4]), pipeline=pipeline)
+    run(engine, Request(PROMPT, 40))
+    assert any(seconds is not None for seconds in told) is not pipeline

@@ -21,13 +21,13 @@ from mlx_mtp.folders import data_folder
 from mlx_mtp.kernels import fused, launch, race
 from mlx_mtp.kernels.profile import Profile
 from mlx_mtp.kernels.race import Contest
-from mlx_mtp.measure import doctor, tuned
+from mlx_mtp.measure import doctor
 from mlx_mtp.measure.doctor import OK, SKIPPED, WARNING, WRONG
-from mlx_mtp.measure.tuned import Tuned
 from mlx_mtp.models.rows import wrap
 from mlx_mtp.pair import GenerationDefaults, Pair
-from mlx_mtp.weights import load
+from mlx_mtp.weights import load, tuned
 from mlx_mtp.weights.known import SHORT
+from mlx_mtp.weights.tuned import Tuned
 from tests.metal.pairs import make_pair, through_the_emulator
 from tests.weights.fake_hub import SECRET, FakeHub
 

@@ -7,10 +7,10 @@ import pytest
 
 import mlx_mtp
 from mlx_mtp.engine.calibrate import Site, steady
+from mlx_mtp.engine.exact import most_drafts, probe
 from mlx_mtp.engine.kv import KVLayout
 from mlx_mtp.engine.requests import Request
 from mlx_mtp.errors import UsageError
-from mlx_mtp.measure.exact import most_drafts, probe
 from mlx_mtp.models.layers import MLP
 from tests.engine.pairs import PROMPT, make_drafter, make_target, plain, run
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_mtp.engine.draft_length import Shape
-from mlx_mtp.measure import tuned
-from mlx_mtp.measure.tuned import BUFFERS, Tuned
+from mlx_mtp.weights import tuned
 from mlx_mtp.weights.find import find_pair
 from mlx_mtp.weights.load import load_pair
+from mlx_mtp.weights.tuned import BUFFERS, Tuned
 from tests.cli.pairs import write_pair
 
 MADE = Tuned(
