@@ -10,7 +10,8 @@ where its cache is cold.
 CONFIG and DRAFTER_CONFIG are config.json files, say those of google/gemma-4-E2B-it and its
 assistant. The checkpoint of random bf16 numbers (9.3 GB for E2B) is written shard by shard into
 DIR, a temporary folder by default, with the embedded pair's tokenizer, loaded and run. Fails where
-the process's peak is above weights + KV + 10 %. Some minutes on 2 CPU cores.
+the process's peak is above weights + KV + 10 %, or `mlx-mtp plan` is 5 % off. Some minutes on 2 CPU
+cores.
 """
 
 from __future__ import annotations
@@ -163,6 +164,9 @@ def main() -> None:
         command += ["--model", str(folder / "target"), "--drafter", str(folder / "drafter")]
         command += ["--json", "--temp", "0", "--max-tokens", str(given.max_tokens)]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+        plan = [*command[:3], "plan", str(folder / "target"), "--context", "256", "--json"]
+        plan += ["--drafter", str(folder / "drafter")]
+        planned = json.loads(subprocess.run(plan, stdout=subprocess.PIPE, check=True).stdout)
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         peak *= 1 if sys.platform == "darwin" else 1024
     finally:
@@ -170,6 +174,12 @@ def main() -> None:
             shutil.rmtree(folder)
     result = json.loads(done.stdout)
     memory, timing = result["memory"], result["timing"]
+    stored = planned["pairs"][0]
+    off = {
+        "weights": 1e9 * (stored["weights_gb"] + stored["drafter_gb"]) / memory["weights_bytes"],
+        "KV": 1e9 * stored["kv_gb"] / memory["kv_bytes"],
+    }
+    print("mlx-mtp plan, of what was measured:", {k: round(v, 4) for k, v in off.items()})
     allowed = 1.1 * (memory["weights_bytes"] + memory["kv_bytes"])
     print(
         f"weights {memory['weights_bytes'] / 1e9:.2f} GB, KV {memory['kv_bytes'] / 1e9:.3f} GB, "
@@ -177,6 +187,8 @@ def main() -> None:
         f"MLX's peak {memory['peak_bytes'] / 1e9:.2f} GB; loaded in {timing['load_s']:.0f} s, "
         f"first token after {timing['first_token_s']:.0f} s, {len(result['token_ids'])} tokens"
     )
+    if any(abs(share - 1) > 0.05 for share in off.values()):
+        raise SystemExit("the plan is more than 5 % off")
     if peak > allowed:
         raise SystemExit(f"the peak is above weights + KV + 10 % ({allowed / 1e9:.2f} GB)")
 
