@@ -38,7 +38,7 @@ def tune(
         ),
     ] = None,
     as_json: Json = False,
-) -> None:
+) -> int:
     from mlx_mtp.cli.verify import visible
     from mlx_mtp.cli.view import Loading
     from mlx_mtp.measure import tune as measuring
@@ -64,6 +64,7 @@ def tune(
         emit(json.dumps(raw, ensure_ascii=False) + "\n")
     else:
         emit("".join(f"{visible(line)}\n" for line in table(report)))
+    return 0 if report.path else 1
 
 
 def _progress(what: str, done: int, total: int) -> None:
@@ -76,12 +77,12 @@ def table(report: Report) -> list[str]:
     tuned, parts = report.tuned, report.parts
     step = parts[-1].draft / max(parts[-1].drafts, 1)
     low, high = report.context
-    lines = [f"drafts  round ms  x plain  accepted  verify ms (at {low} to {high} tokens)"]
+    lines = [f"drafts  round ms  of plain's  accepted  verify ms (at {low} to {high} tokens)"]
     for n, seconds in tuned.seconds.items():
         rate = f"{tuned.acceptance[n - 1]:8.0%}" if n else " " * 8
         ratio = seconds / tuned.seconds[0]
         lines.append(
-            f"{n:6}  {1e3 * seconds:8.2f}  {ratio:7.2f}  {rate}  {1e3 * parts[n].verify:9.2f}"
+            f"{n:6}  {1e3 * seconds:8.2f}  {ratio:10.2f}  {rate}  {1e3 * parts[n].verify:9.2f}"
         )
     lines.append(f"a draft step takes {1e3 * step:.2f} ms")
     for what, figures in (
@@ -93,7 +94,6 @@ def table(report: Report) -> list[str]:
             lines.append(f"{what}: {listed}")
     chosen = f"{'compiled' if tuned.compile else 'eager'}{', pipelined' * tuned.pipeline}"
     buffer = "MLX's own" if tuned.buffer is None else "{} operations, {} MB".format(*tuned.buffer)
-    lines.append(
-        f"used from now on: {chosen}; drafter bits {tuned.drafter_bits}; command buffers: {buffer}"
-    )
+    used = "used from now on" if report.path else "not kept, would be used"
+    lines.append(f"{used}: {chosen}; drafter bits {tuned.drafter_bits}; command buffers: {buffer}")
     return [*lines, *([f"kept in {report.path}"] if report.path else [])]

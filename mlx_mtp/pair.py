@@ -131,7 +131,7 @@ class Pair:
         if racing and beside is None and how["compile"] is None and here == "gpu":
             engine.calibrate()
             self.compiled = engine.policy.compile
-        if self.exact and self.drafter is not None:
+        if self.exact:
             from mlx_mtp.engine import exact
 
             exact.limit(engine)

@@ -49,6 +49,8 @@ def limit(engine: Engine) -> None:
     where that is nothing, or where it decodes several rows, whose passes are not probed."""
     if engine.most_rows > 1:
         raise UsageError("exact mode decodes one request at a time: leave --parallel away")
+    if engine.drafter is None:
+        return
     differences = probe(engine.target, engine.layout, engine.policy.compile)
     most = most_drafts(differences)
     if most == MAX_DRAFT:

@@ -12,6 +12,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -196,7 +197,14 @@ def tune(
 ) -> Report:
     """Measures and keeps it; WAITS. compile: race compiled rounds on the CPU, too. progress: told
     what is measured, steps done and in all; loading: as `load_pair`'s. Raises what that does, and
-    UsageError without a drafter."""
+    UsageError without a drafter, and MtpError before anything is measured where it cannot be
+    kept."""
+    folder = data_folder() / "tuned"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise MtpError(f"{folder} cannot be written: {error.strerror}") from None
     how: dict[str, Any] = {"drafter": drafter, "revision": revision, "force_fit": force_fit}
     buffer, notices = _buffers(model, how, progress)
     pair = load_pair(model, profile=False, progress=loading, **how)
@@ -253,7 +261,7 @@ def tune(
     try:
         path = tuned.save(data_folder(), pair.name, key, made)
     except OSError as error:
-        notices.append(f"the profile is not kept: {error.strerror} in {data_folder()}")
+        notices.append(f"the profile is not kept: {error.strerror} in {folder}")
     return Report(
         made,
         path,

@@ -84,9 +84,12 @@ def test_exact_mode_refuses_where_nothing_is(rounding):
         exact_pair().engine()
 
 
-def test_exact_mode_refuses_several_rows():
+@pytest.mark.parametrize("drafting", [True, False])
+def test_exact_mode_refuses_several_rows(drafting):
+    pair = exact_pair()
+    pair.drafter = pair.drafter if drafting else None
     with pytest.raises(UsageError, match="one request at a time"):
-        exact_pair().engine(rows=2)
+        pair.engine(rows=2)
 
 
 def test_only_ways_that_do_not_change_with_the_rows_are_used():
