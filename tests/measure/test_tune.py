@@ -9,6 +9,7 @@ import pytest
 
 from mlx_mtp.engine import policy
 from mlx_mtp.engine.draft_length import Outcome
+from mlx_mtp.errors import MtpError
 from mlx_mtp.measure import tune as measuring
 from mlx_mtp.measure.tune import Recorder, choose_buffers, faster, rates, relative, tune
 from mlx_mtp.weights.load import load_pair
