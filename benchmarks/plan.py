@@ -1,6 +1,6 @@
 """`mlx-mtp plan` beside what others published of their programs, and the fit of its constants.
 
-    python -m benchmarks.plan [--fit]
+    python -m benchmarks.plan
 
 Speeds of 12B behind 1,000 positions; an MTP round's tokens from the published acceptance, and its
 drafter in bf16, as the programs had it. Ratios are those of one 4-bit matrix. The plain speeds and
@@ -11,13 +11,11 @@ a tile of rows was put in for those of E4B. None of it was measured by us.
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Callable
 from unittest import mock
 
 from mlx_mtp.measure import plan
-from mlx_mtp.measure.machine import named
+from mlx_mtp.measure.machine import CHIPS
 from mlx_mtp.measure.plan import Weights, converted, pass_s, round_s
 from mlx_mtp.weights.published import configs
 
@@ -51,6 +49,7 @@ ROUNDS = {
     ("e4b", 16): ((1, 1.24, 12.61, 24.47), (3, 1.43, 14.09, 24.47)),
     ("31b", 4): ((2, 2.10, 13.47, 13.50), (3, 2.76, 13.49, 13.50), (5, 2.65, 8.81, 13.50)),
 }
+CHIP = {chip.name: chip for chip in CHIPS}
 SIZES = {bits: converted("12b", "", *configs("12b"), bits, 16) for bits in (4, 8)}
 MATRIX = Weights(0, 4.5 / 8 * 1e9, 0, 0, 1e9, 0, 0)
 Row = tuple[str, str, float, float]  # what, chip, published, planned
@@ -58,7 +57,7 @@ Row = tuple[str, str, float, float]  # what, chip, published, planned
 
 def plain() -> list[Row]:
     return [
-        (f"plain, {what}", chip, told, 1 / round_s(SIZES[bits], _chip(chip), 0, CONTEXT))
+        (f"plain, {what}", chip, told, 1 / round_s(SIZES[bits], CHIP[chip], 0, CONTEXT))
         for what, bits, chip, told in PLAIN
     ]
 
@@ -67,13 +66,13 @@ def mtp() -> list[Row]:
     rows = []
     for what, chip, drafts, accepted, told in MTP:
         tokens = sum(1 + accepted * k for k in drafts)
-        seconds = sum(round_s(SIZES[4], _chip(chip), k, CONTEXT) for k in drafts)
+        seconds = sum(round_s(SIZES[4], CHIP[chip], k, CONTEXT) for k in drafts)
         rows.append((f"MTP, {what}", chip, told, tokens / seconds))
     return rows
 
 
 def rounds() -> list[Row]:
-    rows, chip = [], _chip("M4 Pro")
+    rows, chip = [], CHIP["M4 Pro"]
     for (name, bits), told in ROUNDS.items():
         sizes = converted(name, "", *configs(name), bits, 16)
         for k, tokens, mtp_tps, plain_tps in told:
@@ -85,19 +84,13 @@ def rounds() -> list[Row]:
 
 def ratios() -> list[Row]:
     def cost(chip: str, rows: int) -> float:
-        return pass_s(MATRIX, _chip(chip), rows, 0, 0)
+        return pass_s(MATRIX, CHIP[chip], rows, 0, 0)
 
     return [
         (f"{rows} rows against one", chip, told, cost(chip, rows) / cost(chip, 1))
         for chip, by_rows in RATIOS
         for rows, told in by_rows.items()
     ]
-
-
-def _chip(name: str) -> plan.Chip:
-    chip = named(name, 64).chip
-    assert chip is not None
-    return chip
 
 
 def error(rows: list[Row]) -> float:
@@ -107,27 +100,18 @@ def error(rows: list[Row]) -> float:
 
 def fit() -> dict[str, float]:
     """The constants that fit best: a launch's seconds to the plain speeds, FLOPS to the ratios."""
-
-    def best(name: str, choices: list[float], rows: Callable[[], list[Row]]) -> float:
-        def missed(value: float) -> float:
+    best = {}
+    for name, rows in {"LAUNCH": plain, "LAUNCH_BEFORE_M3": plain, "FLOPS": ratios}.items():
+        missed, step = {}, 0.01 if name == "FLOPS" else 5e-7
+        for value in (n * step for n in range(1, 101)):
             with mock.patch.object(plan, name, value):
-                return error(rows())
-
-        return min(choices, key=missed)
-
-    launches = [n * 5e-7 for n in range(61)]
-    return {
-        "LAUNCH": best("LAUNCH", launches, plain),
-        "LAUNCH_BEFORE_M3": best("LAUNCH_BEFORE_M3", launches, plain),
-        "FLOPS": best("FLOPS", [n / 100 for n in range(20, 101)], ratios),
-    }
+                missed[value] = error(rows())
+        best[name] = min(missed, key=missed.__getitem__)
+    return best
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fit", action="store_true", help="print the constants that fit best")
-    if parser.parse_args().fit:
-        print(fit())
+    print(fit())
     print("| | chip | published | plan | error |\n|---|---|---|---|---|")
     for rows in (plain(), mtp(), rounds(), ratios()):
         for what, chip, told, planned in rows:

@@ -9,7 +9,7 @@ import typer
 
 from mlx_mtp.cli.options import DrafterId, DrafterRevision, Json, Revision
 from mlx_mtp.cli.terminal import emit, say
-from mlx_mtp.errors import UsageError
+from mlx_mtp.errors import LoadError, UsageError
 
 if TYPE_CHECKING:
     from mlx_mtp.measure.machine import Machine
@@ -20,10 +20,11 @@ HELP = """Say which pairs fit this machine, or another, and how fast they could 
 
 Without MODEL the five published pairs in 4, 8 and 16 bits, from shapes alone: nothing is contacted.
 With MODEL that one, from its configs and file headers, as stored and as conversions would have it.
-Fitting means weights, drafter, KV of --context and a tenth of the weights for activations;
-snapshots of conversations take a quarter of what is left, or less. Tokens/s are a roofline: what
-bandwidth, arithmetic and launches allow at acceptances that others published, not a
-measurement."""
+Fitting means weights, drafter, KV of --context and a tenth of the weights for activations, in what
+Metal recommends, or all memory where MLX runs on a CPU; snapshots of conversations take a quarter
+of what is left, or less. Sizes are as this machine loads them, with --chip as a Mac does. Tokens/s
+are a roofline: what bandwidth, arithmetic and launches allow at acceptances that others published,
+not a measurement."""
 
 
 def plan(
@@ -40,7 +41,7 @@ def plan(
         typer.Option(help='Plan for another chip, say "M4 Pro". [default: this machine]'),
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(help="Its memory in GB. [default: this machine]")
+        float | None, typer.Option(help="Its memory in GB, as sold (GiB). [default: this machine]")
     ] = None,
     context: Annotated[
         int,
@@ -64,25 +65,42 @@ def plan(
 
     from mlx_mtp.measure import machine as machines
     from mlx_mtp.measure import plan as plans
+    from mlx_mtp.models.layers import on_cpu
     from mlx_mtp.weights.find import find_pair
 
     if chip is not None and memory is not None:
         machine = machines.named(chip, memory)
     else:
         machine = machines.this_machine()
+    cpu = chip is None and on_cpu()
     if model is None:
-        pairs = plans.published_pairs()
+        pairs = plans.published_pairs(cpu)
     else:
-        found = find_pair(model, "auto" if drafter is None else drafter, revision, drafter_revision)
-        for notice in found.notices:
-            say(notice)
-        pairs = plans.of_checkpoint(found, here=chip is None)
+        named = {
+            "--drafter": drafter,
+            "--revision": revision,
+            "--drafter-revision": drafter_revision,
+        }
+        options = [part for name, value in named.items() if value for part in (name, value)]
+        which = "auto" if drafter is None else drafter
+        try:
+            found = find_pair(model, which, revision, drafter_revision)
+            for notice in found.notices:
+                say(notice)
+            pairs = plans.of_checkpoint(found, cpu, options)
+        except LoadError as error:
+            pairs = plans.without_weights(model, drafter, cpu, options)
+            if not pairs:
+                raise
+            say(f"{error}; what follows is from shapes alone")
     if machine.chip is None:
         say(
-            f"tokens/s are left out: {machine.name} has no Apple chip that is known; another is "
+            f"tokens/s are left out: {machine.name} is no Apple chip that is known; another is "
             'planned for by --chip "M4 Pro" --memory 24'
         )
     made = [plans.plan(sizes, machine, context) for sizes in pairs]
+    for name, most in {p.model: p.context for p in made if p.context < context}.items():
+        say(f"{name} is planned for at its own context of {most}")
     if as_json:
         about = {
             "machine": machine.name,
@@ -110,8 +128,8 @@ def describe(machine: Machine, context: int, made: list[Plan]) -> list[str]:
         rows.append([p.model, str(p.bits), "yes" if p.fits else "no", *sizes, *speeds])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        f"{machine.name}, {machine.memory / 2**30:.0f} GB, {human_bytes(machine.limit)} of "
-        f"them for weights and KV; context {context}",
+        f"{machine.name}, {machine.memory / 2**30:.0f} GiB, {machine.limit / 2**30:.1f} GiB "
+        f"({human_bytes(machine.limit)}) of them for weights and KV; context {context}",
         *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
     ]
     fitting = [p for p in made if p.fits]

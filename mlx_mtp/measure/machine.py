@@ -10,7 +10,10 @@ import os
 import subprocess
 from dataclasses import dataclass, replace
 
+import mlx.core as mx
+
 from mlx_mtp.errors import UsageError
+from mlx_mtp.weights import fit
 
 FAMILY = 12  # an M1's GPU is of Apple's 13th generation
 _GHZ = {13: 1.28, 14: 1.40, 15: 1.38, 16: 1.58, 17: 1.58}
@@ -78,12 +81,11 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    from mlx_mtp.weights import fit
-
     told = _sysctl()
     if told is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Machine("this machine", None, memory, fit.device_bytes())
+        name = str(mx.device_info().get("device_name", "this machine")).strip()
+        return Machine(name, None, memory, fit.device_bytes())
     name, memory = told
     return Machine(name, chip_of(name, memory), memory, fit.device_bytes())
 
@@ -103,9 +105,9 @@ def named(chip: str, memory_gb: float) -> Machine:
 
 
 def chip_of(name: str, memory: int) -> Chip | None:
-    """The chip that goes by that name, "Apple M4 Pro" or "m4 pro", in a machine of that memory."""
-    wanted = name.lower().replace("apple", "").split()
-    found = next((c for c in CHIPS if c.name.lower().split() == wanted), None)
+    """The chip that goes by that name, "Apple M4 Pro" or "m4pro", in a machine of that memory."""
+    wanted = "".join(name.lower().replace("apple", "").split())
+    found = next((c for c in CHIPS if c.name.lower().replace(" ", "") == wanted), None)
     smaller = found and _SMALLER.get((found.name, memory >> 30))
     if found and smaller:
         return replace(found, bandwidth=smaller[0] * 1e9, cores=smaller[1])

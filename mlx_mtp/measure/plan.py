@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_mtp.config import FULL, DrafterConfig, TargetConfig, TextConfig
+from mlx_mtp.config import FULL, DrafterConfig, TargetConfig, TextConfig, check_pair
 from mlx_mtp.engine.draft_length import MAX_DRAFT
 from mlx_mtp.engine.kv import KVLayout, capacity_for
 from mlx_mtp.measure.machine import Chip, Machine
 from mlx_mtp.models.drafter import Drafter
-from mlx_mtp.models.layers import on_cpu
 from mlx_mtp.models.target import Target
 from mlx_mtp.weights import fit, known, published, recipe
-from mlx_mtp.weights.find import Found
+from mlx_mtp.weights.checkpoint import Checkpoint, Folder
+from mlx_mtp.weights.find import Found, source_of
 
 BITS = (4, 8, 16)
 CONTEXT = 8192
@@ -94,8 +94,8 @@ class Sizes:
 @dataclass(frozen=True)
 class Plan:
     """Bytes; tokens/s are None where the chip is not known. snapshots: what conversations that may
-    go on can take. draft_len: what is fastest, 0 for plain decoding. convert: the command that
-    makes such a pair, None where it is as stored."""
+    go on can take. draft_len: what is fastest, 0 for plain decoding. context: of KV, the model's
+    own at most. convert: the command that makes such a pair, None where it is as stored."""
 
     model: str
     bits: int
@@ -108,6 +108,7 @@ class Plan:
     plain_tps: float | None
     mtp_tps: float | None
     draft_len: int | None
+    context: int
     convert: str | None
 
     @property
@@ -115,12 +116,10 @@ class Plan:
         return self.weights + self.drafter + self.kv + self.headroom
 
     def to_dict(self) -> dict[str, Any]:
-        def entry(key: str, value: Any) -> tuple[str, Any]:
-            if key in ("weights", "drafter", "kv", "headroom", "snapshots"):
-                return f"{key}_gb", round(value / 1e9, 6)
-            return key, round(value, 1) if isinstance(value, float) else value
-
-        return dict(entry(*item) for item in asdict(self).items())
+        made = {k: round(v, 1) if isinstance(v, float) else v for k, v in asdict(self).items()}
+        for key in ("weights", "drafter", "kv", "headroom", "snapshots"):
+            made[f"{key}_gb"] = round(made.pop(key) / 1e9, 6)
+        return made
 
 
 def plan(sizes: Sizes, machine: Machine, context: int = CONTEXT) -> Plan:
@@ -148,6 +147,7 @@ def plan(sizes: Sizes, machine: Machine, context: int = CONTEXT) -> Plan:
         plain_tps=plain,
         mtp_tps=best,
         draft_len=length,
+        context=context,
         convert=sizes.convert,
     )
 
@@ -196,18 +196,20 @@ def reads(rows: int, generation: int) -> int:
     return -(-rows // 5) if generation >= M3 else rows
 
 
-def weigh(module: nn.Module, shares: Mapping[str, float], total: int | None = None) -> Weights:
+def weigh(module: nn.Module, shares: Mapping[str, float], width: int = 2) -> Weights:
     """Of a module that holds shapes only. shares: a part of a tensor's name -> which share of the
-    tensor a row reads; others are read whole. Floats count two bytes. total: where it is known."""
+    tensor a row reads; others are read whole. width: bytes of a float; with 4 a tied head has a
+    table of its own, as `lay_out_for_cpu` gives it."""
     bits = {path: m.bits for path, m in module.named_modules() if hasattr(m, "bits")}
+    own = width == 4 and {"lm_head", "masked_embedding"}.isdisjoint(module)
     whole, numbers = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
     by_row = by_row_numbers = size = 0.0
     for name, array in tree_flatten(module.parameters()):
         path, _, leaf = name.rpartition(".")
-        nbytes = array.size * (2 if mx.issubdtype(array.dtype, mx.floating) else array.itemsize)
+        nbytes = array.size * (width if mx.issubdtype(array.dtype, mx.floating) else array.itemsize)
         count = array.size * 32 // bits[path] if leaf == "weight" and path in bits else array.size
         count = 0 if leaf in ("scales", "biases") else count
-        size += nbytes
+        size += nbytes * (2 if own and name == "embed_tokens.weight" and path not in bits else 1)
         share = next((s for part, s in shares.items() if part in name), None)
         if share is None:
             whole[path in bits] += nbytes
@@ -215,27 +217,26 @@ def weigh(module: nn.Module, shares: Mapping[str, float], total: int | None = No
         else:
             by_row += share * nbytes
             by_row_numbers += share * count
-    total = int(size) if total is None else total
     by_kind = (whole[True], whole[False], by_row, numbers[True], numbers[False], by_row_numbers)
-    return Weights(total, *by_kind)
+    return Weights(int(size), *by_kind)
 
 
-def of_target(module: Target, total: int | None = None) -> Weights:
+def of_target(module: Target, width: int = 2) -> Weights:
     text = module.config.text
     shares = {"embed_tokens_per_layer.": 1 / max(text.vocab_size_per_layer_input, 1)}
     if text.enable_moe_block:
         shares[".experts."] = text.top_k_experts / text.num_experts
     if not text.tie_word_embeddings:
         shares["embed_tokens."] = 1 / text.vocab_size
-    return weigh(module, shares, total)
+    return weigh(module, shares, width)
 
 
-def of_drafter(module: Drafter, total: int | None = None) -> Weights:
+def of_drafter(module: Drafter, width: int = 2) -> Weights:
     config, shares = module.config, dict[str, float]()
     if config.use_ordered_embeddings:
         share = config.centroid_intermediate_top_k / config.num_centroids
         shares = {"embed_tokens.": share, "token_ordering": share}
-    return weigh(module, shares, total)
+    return weigh(module, shares, width)
 
 
 def pack(module: nn.Module, bits: int, prefix: str = "") -> None:
@@ -251,61 +252,94 @@ def pack(module: nn.Module, bits: int, prefix: str = "") -> None:
     nn.quantize(module, class_predicate=decide)
 
 
-def published_pairs() -> list[Sizes]:
-    """The five published pairs at each of BITS."""
+def published_pairs(cpu: bool = False, names: Iterable[str] = known.SHORT) -> list[Sizes]:
+    """The five published pairs at each of BITS; for cpu see `converted`."""
     made = []
-    for name, ids in known.SHORT.items():
-        source, configs = ids.drafter.removesuffix("-assistant"), published.configs(name)
-        made += [converted(name, source, *configs, bits) for bits in BITS]
+    for name in names:
+        source = known.SHORT[name].drafter.removesuffix("-assistant")
+        configs = published.configs(name)
+        made += [converted(name, source, *configs, bits, cpu=cpu) for bits in BITS]
     return made
 
 
 def converted(
     name: str,
-    source: str,
+    source: str | None,
     target: TargetConfig,
     drafter: DrafterConfig | None,
     bits: int,
     drafter_bits: int = DRAFTER_BITS,
+    cpu: bool = False,
+    options: Sequence[str] = (),
 ) -> Sizes:
-    """What converting `source` gives; at 16 bits it is left as it is."""
+    """What converting `source` gives; None or 16 bits: it is left as it is. cpu: as it is loaded
+    there, floats in float32 where that pays, a drafter not packed. options: of convert."""
+    stored = source is None or bits == 16
     module, of_assistant = Target(target), None
     pack(module, bits)
+    float32 = cpu and of_target(module, width=4).total <= fit.FLOAT32_LIMIT
+    width = 4 if float32 else 2
     if drafter is not None:
         assistant = Drafter(drafter)
-        pack(assistant, drafter_bits, recipe.DRAFTER)
-        of_assistant = of_drafter(assistant)
+        pack(assistant, 16 if cpu and stored else drafter_bits, recipe.DRAFTER)
+        of_assistant = of_drafter(assistant, width=width)
     out = f"{Path(name).name}-{bits}bit"
-    command = shlex.join(["mlx-mtp", "convert", source, "-q", str(bits), "-o", out])
+    command = ["mlx-mtp", "convert", source or "", *options, "-q", str(bits), "-o", out]
     return Sizes(
         name=name,
-        bits=bits,
+        bits=32 if float32 and bits == 16 else bits,
         text=target.text,
-        target=of_target(module),
+        target=of_target(module, width=width),
         drafter=of_assistant,
         drafter_kinds=drafter.text.layer_types if drafter else (),
-        convert=command if bits < 16 else None,
+        dtype=mx.float32 if float32 else mx.bfloat16,
+        convert=None if stored else shlex.join(command),
     )
 
 
-def of_checkpoint(found: Found, here: bool) -> list[Sizes]:
-    """A pair as it is stored, and where it is not packed, what conversions give. here: as this
-    process would load it, floats in float32 where that pays on a CPU; else as a Mac does."""
+def without_weights(model: str, drafter: str | None, cpu: bool, options: list[str]) -> list[Sizes]:
+    """From shapes alone: those of a short name, or of a folder's config, packed as that says or at
+    each of BITS, with the drafter that is named or the one published for that shape. Nothing
+    where there are weights, whose headers say more. Raises LoadError."""
+    if model.lower() in known.SHORT and not Path(model).exists():
+        return [] if drafter else published_pairs(cpu, [model.lower()])
+    folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file() or any(folder.glob("*.safetensors")):
+        return []
+    checkpoint, assistant = Checkpoint.open(Folder.at(model)), None
+    config = TargetConfig.from_dict(checkpoint.config, checkpoint.where())
+    if drafter is not None:
+        other = Checkpoint.open(source_of(drafter))
+        assistant = DrafterConfig.from_dict(other.config, other.where())
+        check_pair(config, assistant)
+    else:
+        fits = known.drafter_by_shape(config.text)
+        name = next((name for name, ids in known.SHORT.items() if ids.drafter == fits), None)
+        assistant = published.configs(name)[1] if name else None
+    scheme = checkpoint.config.get("quantization")
+    packed = scheme.get("bits") if isinstance(scheme, dict) else None
+    if packed in recipe.AFFINE_BITS:
+        return [converted(model, None, config, assistant, packed, cpu=cpu)]
+    return [converted(model, model, config, assistant, n, cpu=cpu, options=options) for n in BITS]
+
+
+def of_checkpoint(found: Found, cpu: bool, options: Sequence[str] = ()) -> list[Sizes]:
+    """A pair as it is stored, and where it is not packed, what conversions give; for cpu and
+    options see `converted`."""
     target, drafter = found.target, found.drafter
-    cpu = here and on_cpu()
     float32 = cpu and target.nbytes(float32=True) <= fit.FLOAT32_LIMIT
     assistant = None
     if drafter is not None:
         if not cpu and not drafter.quantized:
             drafter.pack(DRAFTER_BITS)
-        assistant = of_drafter(drafter.module, drafter.nbytes(float32))
+        assistant = replace(of_drafter(drafter.module), total=drafter.nbytes(float32))
     bits = Counter(scheme["bits"] for scheme in target.quantized.values())
     name = target.source.name
     stored = Sizes(
         name=name,
         bits=bits.most_common(1)[0][0] if bits else 32 if float32 else 16,
         text=target.text,
-        target=of_target(target.module, target.nbytes(float32)),
+        target=replace(of_target(target.module), total=target.nbytes(float32)),
         drafter=assistant,
         drafter_kinds=drafter.text.layer_types if drafter else (),
         dtype=mx.float32 if float32 else mx.bfloat16,
@@ -313,7 +347,8 @@ def of_checkpoint(found: Found, here: bool) -> list[Sizes]:
     if bits:
         return [stored]
     configs = found.config, None if drafter is None else drafter.module.config
-    return [stored, *(converted(name, name, *configs, n) for n in BITS if n < 16)]
+    made = (converted(name, name, *configs, n, cpu=cpu, options=options) for n in BITS if n < 16)
+    return [stored, *made]
 
 
 def acceptance(text: TextConfig) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -18,7 +19,7 @@ def test_a_table_for_another_chip(inside):
     code, out, err = inside("plan", "--chip", "m4 pro", "--memory", "24")
     assert (code, err) == (0, "")
     first, _, *rows = out.splitlines()
-    assert first.startswith("M4 Pro, 24 GB, 17.2 GB of them for weights and KV; context 8192")
+    assert first.startswith("M4 Pro, 24 GiB, 16.0 GiB (17.2 GB) of them for weights and KV;")
     assert len(rows) == 17
     assert rows[0].split()[:3] == ["e2b", "4", "yes"]
     assert "largest that fits: 26b in 4 bits, mlx-mtp convert google/gemma-4-26B-A4B" in rows[-2]
@@ -54,6 +55,46 @@ def test_a_model_as_it_is_stored_and_converted(inside, model):
     assert [pair["bits"] for pair in found] == [16, 4, 8]
     assert {pair["model"] for pair in found} == {model}
     assert found[0]["drafter_gb"] > 0
+
+
+def test_the_command_that_converts_names_the_drafter_that_was_named(inside, model):
+    _, out, _ = inside("plan", model, "--drafter", f"{model}-assistant", "--json")
+    stored, *made = json.loads(out)["pairs"]
+    assert stored["convert"] is None
+    assert all(f"{model} --drafter {model}-assistant -q" in pair["convert"] for pair in made)
+
+
+def test_a_context_past_the_models_own_is_cut_and_told(inside, model):
+    code, out, err = inside("plan", model, "--context", "70000", "--json")
+    found = json.loads(out)
+    assert (code, found["context"]) == (0, 70000)
+    assert {pair["context"] for pair in found["pairs"]} == {60000}
+    assert f"{model} is planned for at its own context of 60000" in err
+
+
+def test_a_config_alone_is_planned_for(inside, model, tmp_path):
+    shutil.copy(f"{model}/config.json", tmp_path)
+    named = "--drafter", f"{model}-assistant", "--chip", "M1", "--memory", "8", "--json"
+    code, out, err = inside("plan", str(tmp_path), *named)
+    assert code == 0
+    assert "what follows is from shapes alone" in err
+    _, of_weights, _ = inside("plan", model, *named)
+    four, *_ = json.loads(out)["pairs"]
+    same = json.loads(of_weights)["pairs"][1]
+    assert {k for k in four if four[k] != same[k]} == {"model", "convert"}
+
+
+def test_a_short_name_without_a_hub_is_planned_for_by_its_shape(inside, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    code, out, err = inside("plan", "e2b", "--chip", "M1", "--memory", "8", "--json")
+    assert code == 0
+    assert [(p["model"], p["bits"]) for p in json.loads(out)["pairs"]] == [
+        ("e2b", 4),
+        ("e2b", 8),
+        ("e2b", 16),
+    ]
+    assert "what follows is from shapes alone" in err
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 import mlx_mtp
@@ -18,6 +19,7 @@ from mlx_mtp.engine.session import Request
 from mlx_mtp.measure import plan as plans
 from mlx_mtp.measure.machine import Machine, named
 from mlx_mtp.measure.plan import Weights, expected_tokens, pass_s, plan, published_pairs, reads
+from mlx_mtp.models.layers import on_cpu
 from mlx_mtp.weights.find import find_pair
 from tests.checkpoints import SHAPES, target_config
 from tests.cli.pairs import write_pair
@@ -106,8 +108,9 @@ def test_a_longer_context_takes_memory_and_time(pairs):
         short, long = (plan(sizes, named("M4 Max", 64), n) for n in (8192, 65536))
         assert short.kv < long.kv
         assert short.plain_tps > long.plain_tps
-        # Not more than the model can use.
-        assert plan(sizes, named("M4 Max", 64), 1 << 20).kv <= 8 * long.kv
+        most = plan(sizes, named("M4 Max", 64), 1 << 20)
+        assert (short.context, most.context) == (8192, sizes.text.max_position_embeddings)
+        assert most.kv <= 8 * long.kv
 
 
 def test_what_fits_leaves_room_for_activations_and_snapshots(pairs):
@@ -191,7 +194,7 @@ def measured(pair, tokens):
 
 @pytest.mark.parametrize("tokens", [200, 900])
 def test_memory_is_what_the_embedded_pair_takes(tokens):
-    (stored, *_) = plans.of_checkpoint(find_pair(None), here=True)
+    (stored, *_) = plans.of_checkpoint(find_pair(None), cpu=on_cpu())
     planned = plan(stored, UNKNOWN, tokens)
     weights, kv = measured(mlx_mtp.load(), tokens)
     assert planned.weights + planned.drafter == pytest.approx(weights, rel=0.05)
@@ -201,7 +204,7 @@ def test_memory_is_what_the_embedded_pair_takes(tokens):
 @pytest.mark.parametrize("tokens", [200, 900])
 def test_memory_is_what_a_pair_of_e2bs_shape_takes(tmp_path, tokens):
     folder = str(write_pair(tmp_path))
-    stored, four, eight = plans.of_checkpoint(find_pair(folder), here=True)
+    stored, four, eight = plans.of_checkpoint(find_pair(folder), cpu=on_cpu())
     planned = plan(stored, UNKNOWN, tokens)
     weights, kv = measured(mlx_mtp.load(folder), tokens)
     assert planned.weights + planned.drafter == pytest.approx(weights, rel=0.05)
@@ -213,9 +216,44 @@ def test_memory_is_what_a_pair_of_e2bs_shape_takes(tmp_path, tokens):
     )
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_memory_is_what_a_conversion_takes_on_this_machine(tmp_path, bits):
+    folder = write_pair(tmp_path)
+    of_checkpoint = plans.of_checkpoint(find_pair(str(folder)), cpu=on_cpu())
+    planned = plan(next(s for s in of_checkpoint if s.bits == bits), UNKNOWN, 200)
+    out = convert(folder, tmp_path / "out", bits, drafter="auto")
+    weights, kv = measured(mlx_mtp.load(str(out)), 200)
+    assert planned.weights + planned.drafter == pytest.approx(weights, rel=0.05)
+    assert planned.kv == pytest.approx(kv, rel=0.05)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_on_a_cpu_a_config_takes_what_its_weights_would(tmp_path, shape):
+    folder = target(tmp_path / "model", shape)
+    stored, *made = plans.of_checkpoint(find_pair(str(folder), None), cpu=True)
+    (folder / "model.safetensors").unlink()
+    *packed, floats = plans.without_weights(str(folder), None, True, [])
+    assert floats.target.total == pytest.approx(stored.target.total, rel=0.01)
+    assert (floats.bits, floats.dtype) == (stored.bits, mx.float32) == (32, stored.dtype)
+    assert [s.target.total for s in packed] == [s.target.total for s in made]
+
+
+def test_what_does_not_pay_in_float32_is_planned_for_in_bfloat16(pairs):
+    for here, mac in zip(published_pairs(cpu=True), pairs, strict=True):
+        assert (here.target, here.dtype) == (mac.target, mx.bfloat16)
+        assert (here.drafter == mac.drafter) == (here.bits < 16)  # else as stored
+
+
+def test_a_packed_config_is_planned_for_in_its_bits(tmp_path):
+    config = target_config("e2b") | {"quantization": {"group_size": 64, "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (only,) = plans.without_weights(str(tmp_path), None, False, [])
+    assert (only.bits, only.convert) == (4, None)
+
+
 def test_a_packed_checkpoint_is_planned_for_as_it_is(tmp_path):
     out = convert(target(tmp_path / "source"), tmp_path / "out", 4)
-    (only,) = plans.of_checkpoint(find_pair(str(out), None), here=False)
+    (only,) = plans.of_checkpoint(find_pair(str(out), None), cpu=False)
     assert (only.bits, only.drafter) == (4, None)
     planned = plan(only, named("M4", 24))
     assert planned.draft_len == 0
