@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mlx_mtp.cli.options import WHICH_MODEL, Json
+from mlx_mtp.cli.options import WHICH_MODEL, DrafterId, Json
 from mlx_mtp.cli.terminal import emit
 
 HELP = """Test this machine, the installation and MODEL, and say what to do about what is wrong.
@@ -20,6 +20,7 @@ wrong; warnings are not."""
 
 def doctor(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=WHICH_MODEL)] = None,
+    drafter: DrafterId = None,
     offline: Annotated[
         bool, typer.Option("--offline", help="Do not contact the hub. [default: off]")
     ] = False,
@@ -32,7 +33,7 @@ def doctor(
     from mlx_mtp.measure.doctor import WRONG, examine
 
     loading, checks = Loading(), []
-    for check in examine(model, offline=offline, progress=loading):
+    for check in examine(model, drafter, offline=offline, progress=loading):
         loading.close()
         checks.append(check)
         if not as_json:

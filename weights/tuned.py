@@ -19,15 +19,13 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_mtp.engine.draft_length import MAX_DRAFT
-from mlx_mtp.kernels.profile import machine
+from mlx_mtp.kernels.profile import DAMAGED, machine, read_json
 from mlx_mtp.weights import known
 from mlx_mtp.weights.find import Found
 
 Key = dict[str, str]
 BUFFERS = ("MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER")
 MISSING = "none"
-# What reading a file raises that is not what `save` wrote.
-DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -50,10 +48,11 @@ class Tuned:
             set(self.seconds) == set(range(MAX_DRAFT + 1))
             and len(self.acceptance) == MAX_DRAFT
             and all(type(n) in (int, float) and math.isfinite(n) for n in numbers)
-            and min(self.seconds.values()) > 0
+            and 1e-5 < self.seconds[0] < 1e3
+            and all(0.5 <= s / self.seconds[0] <= 100 for s in self.seconds.values())
             and all(0 <= rate <= 1 for rate in self.acceptance)
             and type(self.compile) is type(self.pipeline) is bool
-            and type(self.drafter_bits) is int
+            and self.drafter_bits in (0, 4, 6, 8)
             and (self.buffer is None or valid_buffer(self.buffer))
         ):
             raise ValueError("no profile")
@@ -76,8 +75,12 @@ def key_of(found: Found, float32: bool, drafter_device: str) -> Key:
     """What a profile holds for."""
     target, drafter = found.target, found.drafter
     dtype = "float32" if float32 else "as stored"
+    name = named(target.source.name)
+    # A folder's weights may be written anew; those of a revision never are.
+    times = [] if target.source.revision else Path(name).glob("*.safetensors")
+    newest = max((path.stat().st_mtime_ns for path in times), default=0)
     return machine() | {
-        "model": f"{target.source.name} {target.source.revision or ''} {target.plan.nbytes}",
+        "model": f"{name} {target.source.revision or ''} {target.plan.nbytes} {newest}",
         "quantisation": _schemes(target.quantized),
         "drafter": MISSING
         if drafter is None
@@ -93,8 +96,15 @@ def _schemes(quantized: Mapping[str, Mapping[str, Any]]) -> str:
     return f"{bits} {hashlib.sha256(listed).hexdigest()[:12]}" if quantized else MISSING
 
 
+def named(model: str) -> str:
+    """The name of a source; of a folder its place, however it was written."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.is_dir() else model
+
+
 def path_of(folder: Path, model: str) -> Path:
     """model: its source's name."""
+    model = named(model)
     plain = re.sub(r"[^A-Za-z0-9]+", "-", model).strip("-")[-60:]
     digest = hashlib.sha256(model.encode("utf-8", "surrogateescape")).hexdigest()[:8]
     return folder / "tuned" / f"{plain}-{digest}.json"
@@ -102,7 +112,7 @@ def path_of(folder: Path, model: str) -> Path:
 
 def read(path: Path) -> tuple[Tuned, Key]:
     """Raises one of DAMAGED."""
-    raw = json.loads(path.read_text("utf-8"))
+    raw = read_json(path)
     values = raw["tuned"]
     tuned = Tuned(
         **values
@@ -156,15 +166,13 @@ def set_buffers(folder: Path, model: str | None) -> None:
     if sys.platform != "darwin" or any(name in os.environ for name in BUFFERS):
         return
     short = known.SHORT.get(model.lower()) if model and not Path(model).exists() else None
-    folder_name = str(Path(model or "").expanduser())
     name = short.target if short else model or "embedded target"
-    name = folder_name if model and Path(folder_name).is_dir() else name
     try:
-        raw = json.loads(path_of(folder, name).read_text("utf-8"))
+        raw = read_json(path_of(folder, name))
         buffer, gpu = raw["tuned"]["buffer"], raw["key"]["gpu"]
         sysctl = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
         chip = subprocess.run(sysctl, capture_output=True, text=True, timeout=5).stdout.strip()
         if buffer and valid_buffer(buffer) and chip and gpu.startswith(f"{chip} "):
             os.environ.update(zip(BUFFERS, map(str, buffer), strict=True))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, subprocess.SubprocessError):
+    except (*DAMAGED, subprocess.SubprocessError):
         pass  # `load` tells

@@ -9,10 +9,22 @@ import os
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_mtp.kernels.race import STOCK, Outcome
+
+MOST = 16 << 20  # bytes of a profile
+# What reading a file raises that is not what `save` wrote.
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
+
+
+def read_json(path: Path) -> Any:
+    """Raises one of DAMAGED. A pipe or a device, which may never end, is not opened."""
+    if not (0 < path.stat().st_size <= MOST and path.is_file()):
+        raise OSError
+    return json.loads(path.read_text("utf-8"))
 
 
 def machine() -> dict[str, str]:
@@ -48,14 +60,14 @@ class Profile:
         """The profile of this machine, and a line for the user where one is there but of no use."""
         path = folder / "kernels.json"
         try:
-            raw = json.loads(path.read_text("utf-8"))
+            raw = read_json(path)
             profile = cls(
                 {k: {int(n): str(w) for n, w in rows.items()} for k, rows in raw["wins"].items()}
             )
             same = raw["machine"] == machine()
         except FileNotFoundError:
             return cls(), None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except DAMAGED:
             return cls(), f"{path} cannot be read and is ignored"
         if not same:
             return cls(), f"{path} is of another machine, MLX or version and is ignored"

@@ -20,10 +20,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlx_mtp.errors import MtpError
 
@@ -40,7 +42,8 @@ TOKENS, DRAFTS = 48, 4  # of the texts that are compared
 LEAST_ACCEPTED = 0.8  # tokens a round
 # In bf16 scores of about 30 are apart by steps of 0.125, and several roundings add up.
 NEAR_TIE = 0.5
-HIDDEN = ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME")
+HIDDEN = ["HF_TOKEN", "HF_ENDPOINT", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"]
+HIDDEN += ["XDG_CACHE_HOME", "XDG_DATA_HOME"]
 
 Found = tuple[str, str] | tuple[str, str, str]  # as in Check
 
@@ -56,11 +59,22 @@ class Check:
 
 
 def examine(
-    model: str | None = None, *, offline: bool = False, progress: Progress | None = None
+    model: str | None = None,
+    drafter: str | None = None,
+    *,
+    offline: bool = False,
+    progress: Progress | None = None,
 ) -> Iterator[Check]:
-    """All checks, each as soon as it is made; `model` as `load_pair` takes it. offline: the hub is
-    not asked whether it is there. WAITS for the device."""
-    clean = anonymous(model)
+    """All checks, each as soon as it is made; `model` and `drafter` as the commands take them.
+    offline: the hub is not asked whether it is there. WAITS for the device."""
+    model, drafter = placed(model), placed(drafter)
+    clean = anonymous(model, drafter)
+    seen: dict[str, str] = {}  # what is wrong -> where it was told
+
+    def once(check: Check) -> Check:
+        first = seen.setdefault(check.found, check.name) if check.state == WRONG else check.name
+        return check if first == check.name else Check(check.name, SKIPPED, f"see {first}")
+
     pairs: list[Pair] = []
     stats: list[Stats] = []
     alone: dict[str, Callable[[], Found]] = {
@@ -72,11 +86,11 @@ def examine(
         "data folder": data,
         "hub cache": cache,
         "hub": partial(hub, offline),
-        "pair": partial(load, pairs, model, progress),
+        "pair": partial(load, pairs, offline, model, drafter=drafter or "auto", progress=progress),
     }
     # Kernels last, for contests leave modules with other ways than they were loaded with.
     of_pair: dict[str, Callable[[Pair], Found]] = {
-        "weights": weights,
+        "weights": partial(weights, progress=progress),
         "memory": memory,
         "exactness": exactness,
         "texts": partial(texts, stats),
@@ -84,11 +98,11 @@ def examine(
         "kernels": kernels_of,
     }
     for name, look in alone.items():
-        yield run(name, look, clean)
+        yield once(run(name, look, clean))
     try:
         for name, look_at in of_pair.items():
             if pairs:
-                yield run(name, partial(look_at, pairs[0]), clean)
+                yield once(run(name, partial(look_at, pairs[0]), clean))
             else:
                 yield Check(name, SKIPPED, "there is no pair to look at")
     finally:
@@ -104,29 +118,36 @@ def run(name: str, look: Callable[[], Found], clean: Callable[[str], str]) -> Ch
     except Exception as error:
         advice = "open an issue with this report"
         if isinstance(error, ImportError):
-            advice = "pip install --force-reinstall mlx-mtp, if versions and install are ok"
+            advice = "in the clone of mlx-mtp: .venv/bin/pip install --force-reinstall ."
         state, lines = WRONG, [f"{type(error).__name__}: {error}", advice]
     return Check(name, state, *map(clean, lines))
 
 
-def anonymous(model: str | None = None) -> Callable[[str], str]:
-    """Makes one line of a text and takes out what says whose machine it is, and where the folder
-    `model` lies."""
-    hidden: list[tuple[str, str]] = []
-    home, place = os.path.expanduser("~"), os.path.expanduser(model or "")
-    if os.path.isabs(place) or (place and os.path.exists(place)):
-        folders = os.path.dirname(os.path.abspath(place)), os.path.dirname(model or "")
-        hidden += [(folder, "...") for folder in folders if folder != home]
-    hidden += [(home, "~"), (os.path.realpath(home), "~")]
-    hidden += [(os.environ.get(name, ""), f"${name}") for name in HIDDEN]
+def placed(model: str | None) -> str | None:
+    """A folder's whole path; a hub id or a short name as it is."""
+    path = os.path.expanduser(model or "")
+    return os.path.abspath(path) if path[:1] in ("/", ".") or os.path.exists(path) else model
+
+
+def anonymous(*models: str | None) -> Callable[[str], str]:
+    """Makes one line of a text and takes out what says whose machine it is, and where those of
+    `models` that are `placed` folders lie and how they are called."""
+    home = os.path.expanduser("~")
+    hidden = [(home, "~"), (os.path.realpath(home), "~")]
+    for folder in filter(os.path.isabs, filter(None, models)):
+        places = folder, os.path.realpath(folder), os.path.dirname(folder)
+        hidden += [(place, "...") for place in places]
+    hidden += [(os.path.expanduser(os.environ.get(name, "")), f"${name}") for name in HIDDEN]
     with suppress(OSError, KeyError):
         hidden.append((getpass.getuser(), "USER"))
     hidden += [(platform.node(), "HOST"), (platform.node().partition(".")[0], "HOST")]
     patterns = [
         (re.compile(rf"(?<![^\W_]){re.escape(value)}(?![^\W_])", re.IGNORECASE), name)
-        for value, name in hidden
+        for value, name in sorted(hidden, key=lambda one: -len(one[0]))
         if value not in ("", "~", "/")
     ]
+    # The name of a model's tuned profile is made of the model's.
+    patterns.insert(0, (re.compile(r"(?<=/tuned/)[\w-]*(?=-[0-9a-f]{8}\.json)"), "*"))
 
     def clean(text: str) -> str:
         line = " ".join(text.split())
@@ -158,23 +179,27 @@ def installed() -> dict[str, str]:
     found: dict[str, str] = {}
     for one in metadata.distributions():
         with suppress(KeyError, AttributeError, TypeError):  # a folder that is half deleted
-            found.setdefault(re.sub(r"[-_.]+", "-", one.metadata["Name"]).lower(), one.version)
+            if one.version:
+                found.setdefault(re.sub(r"[-_.]+", "-", one.metadata["Name"]).lower(), one.version)
     return found
 
 
 def versions() -> Found:
     from packaging.requirements import Requirement
 
-    there, wrong = installed(), []
+    there, wrong, how = installed(), [], "-U"
     for needed in map(Requirement, metadata.requires("mlx-mtp") or ()):
         if needed.marker is None or needed.marker.evaluate({"extra": ""}):
             needed.marker, version = None, there.get(needed.name)
+            if version and find_spec(needed.name.replace("-", "_")) is None:
+                there[needed.name], version = f"{version} without its folder", None
+                how = "-U --force-reinstall"
             if version is None or not needed.specifier.contains(version, prereleases=True):
                 wrong.append(f'"{needed}"')
     shown = ("mlx-mtp", "mlx", "mlx-lm", "tokenizers", "huggingface-hub")
     found = ", ".join(f"{name} {there.get(name, 'missing')}" for name in shown)
     if wrong:
-        return WRONG, f"{found}; needed: {', '.join(wrong)}", f"pip install -U {' '.join(wrong)}"
+        return WRONG, f"{found}; needed: {', '.join(wrong)}", f"pip install {how} {' '.join(wrong)}"
     import mlx.core as mx
 
     if (imported := vars(mx)["__version__"]) != there["mlx"]:
@@ -187,14 +212,14 @@ def install() -> Found:
     """MLX's backends share file names: of two that lie on top of each other, neither is whole."""
     there = installed()
     found = [name for name in there if re.fullmatch("mlx-(metal|cpu|cuda.*)", name)]
-    told = ", ".join(f"{name} {there[name]}" for name in ("mlx", *found) if name in there)
+    told = ", ".join(f"{name} {there.get(name, 'missing')}" for name in ("mlx", *found))
     if len(found) > 1 or any(there[name] != there.get("mlx") for name in found):
         told += " lie on top of each other" if len(found) > 1 else " do not belong together"
         extra = "[cuda13]" if any("cuda" in name for name in found) else "[cpu]"
         wanted = "mlx" if "mlx-metal" in found else f"mlx{extra}"
         return WRONG, told, f'pip uninstall -y mlx {" ".join(found)} && pip install "{wanted}"'
     if sys.platform == "linux":
-        told += f"; g++, which only --compile needs, is {'' if shutil.which('g++') else 'not '}here"
+        told += f"; g++, for compiled rounds alone, is {'' if shutil.which('g++') else 'not '}here"
     return OK, told
 
 
@@ -220,20 +245,23 @@ def metal() -> Found:
 def data() -> Found:
     """What is kept there is read as the program itself does."""
     from mlx_mtp.folders import data_folder
-    from mlx_mtp.kernels.profile import Profile
+    from mlx_mtp.kernels.profile import DAMAGED, Profile
+    from mlx_mtp.kernels.profile import machine as current
     from mlx_mtp.weights import tuned
 
     folder = data_folder()
-    found = writable(folder, "XDG_DATA_HOME")
-    if found[0] == WRONG:
-        return found
+    for place in (folder, folder / "tuned", folder / "wired"):
+        if (found := writable(place, "XDG_DATA_HOME"))[0] == WRONG:
+            return found
     _, ignored = Profile.load(folder)
     files = sorted(folder.glob("tuned/*.json"))
     damaged = [ignored] if ignored else []
     for path in files:
         try:
-            tuned.read(path)
-        except tuned.DAMAGED:
+            _, key = tuned.read(path)
+            if not current().items() <= key.items():
+                damaged.append(f"{path} is of another machine, MLX or version and is ignored")
+        except DAMAGED:
             damaged.append(f"{path} cannot be read and is ignored")
     if damaged:
         state = WRONG if any("cannot be read" in line for line in damaged) else WARNING
@@ -252,10 +280,14 @@ def writable(folder: Path, variable: str) -> Found:
     at = folder
     while not os.path.lexists(at):
         at = at.parent
-    if at.is_dir() and os.access(at, os.W_OK | os.X_OK):
+    try:
+        with TemporaryDirectory(dir=at) as made:
+            (Path(made) / "file").write_text("written")
         return OK, str(folder)
-    why = "may not be written to" if at.is_dir() else "is no folder"
-    return WRONG, f"{folder}: {at} {why}", f"mend that, or set {variable} to another folder"
+    except OSError:
+        why = "cannot be written to" if at.is_dir() else "is no folder"
+    told = f"{folder}: {at} {why}".removeprefix(f"{at}: ")
+    return WRONG, told, f"mend that, or set {variable} to another folder"
 
 
 def hub(offline: bool) -> Found:
@@ -287,35 +319,51 @@ def hub(offline: bool) -> Found:
     return WARNING, f"{endpoint} {answer}", advice
 
 
-def load(pairs: list[Pair], model: str | None, progress: Progress | None) -> Found:
-    """Puts the pair into `pairs`."""
+def load(pairs: list[Pair], offline: bool, model: str | None, **how: Any) -> Found:
+    """Puts the pair into `pairs`. Lines of other commands are put as doctor's options are."""
     from mlx_mtp.weights.load import load_pair
 
-    pair = load_pair(model, calibrate=False, progress=progress)
+    def own(line: str) -> str:
+        line = re.sub("; --force-fit .*|--model ", "", line)
+        unset, leave = "HF_HUB_OFFLINE is set; unset it", "--offline is given; leave it away"
+        return line.replace(unset, leave) if offline else line
+
+    try:
+        pair = load_pair(model, calibrate=False, **how)
+    except MtpError as error:
+        raise MtpError(own(str(error))) from None
     pairs.append(pair)
     dtype = str(pair.target.dtype).removeprefix("mlx.core.")
-    told = [f"{pair.name} in {dtype}", pair.drafter_name or "no drafter", *pair.notices]
+    told = [f"{pair.name} in {dtype}", pair.drafter_name or "no drafter", *map(own, pair.notices)]
     if pair.drafter is None:
         return WARNING, "; ".join(told), "this is plain decoding: name a drafter with --drafter"
     return OK, "; ".join(told)
 
 
-def weights(pair: Pair) -> Found:
-    import mlx.core as mx
+def weights(pair: Pair, progress: Progress | None = None) -> Found:
     from mlx.utils import tree_flatten
 
-    floats = [
+    from mlx_mtp.weights.checkpoint import LISTING
+    from mlx_mtp.weights.verify import check_folder
+
+    again = "fetch or convert the model again"
+    for folder in (pair.name, pair.drafter_name):
+        listed = (Path(folder or "") / LISTING).is_file()
+        if folder and listed and (problems := check_folder(folder, progress).problems):
+            return WRONG, "; ".join(problems), again
+    tensors = [
         (f"{type(model).__name__.lower()} {name}", weight)
         for model in (pair.target, pair.drafter)
         if model is not None
         for name, weight in tree_flatten(model.parameters())
-        if mx.issubdtype(weight.dtype, mx.floating)
     ]
-    bad = [name for name, w in floats if not math.isfinite(float(w.max()) + float(w.min()))]
-    if bad:
-        told = f"{len(bad)} of {len(floats)} tensors hold NaN or infinity: {bad[0]}"
-        return WRONG, told, "fetch or convert the model again (`mlx-mtp verify` compares hashes)"
-    return OK, f"{len(floats)} tensors of floats are finite"
+    ends = [(name, w.ndim, float(w.max()), float(w.min())) for name, w in tensors]
+    infinite = [name for name, _, most, least in ends if not math.isfinite(most + least)]
+    empty = [name for name, ndim, most, least in ends if ndim > 1 and most == least == 0]
+    for what, bad in (("hold NaN or infinity", infinite), ("are all zero", empty)):
+        if bad:
+            return WRONG, f"{len(bad)} of {len(tensors)} tensors {what}: {bad[0]}", again
+    return OK, f"{len(tensors)} tensors are finite, and no matrix is all zero"
 
 
 def memory(pair: Pair) -> Found:
@@ -393,7 +441,7 @@ def compared(differences: list[tuple[float, str]], near_tie: float) -> Found:
     lines = "; ".join(line for _, line in differences)
     if any(not apart <= near_tie for apart, _ in differences):
         found = f"drafting changes the text, not at near-ties: {lines}"
-        return WRONG, found, "use --draft-len 0 and open an issue with this report"
+        return WRONG, found, "`mlx-mtp generate --draft-len 0` does not draft; open an issue"
     if differences:
         return OK, f"near-ties fall otherwise than in plain decoding: {lines}"
     return OK, f"greedy texts are the same with draft lengths 0, {DRAFTS} and auto"
@@ -418,7 +466,8 @@ def acceptance(stats: list[Stats]) -> Found:
     accepted = sum(one.accepted for one in stats) / rounds
     found = f"{accepted:.2f} of {DRAFTS} drafted tokens accepted a round on code"
     if accepted < LEAST_ACCEPTED:
-        advice = "`mlx-mtp inspect` names the drafter: it should be this model's own"
+        advice = "`mlx-mtp inspect` names the drafter: it should be this model's own, and whole: "
+        advice += "`mlx-mtp verify FOLDER`"
         return WARNING, f"{found}, under {LEAST_ACCEPTED}", advice
     return OK, found
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
+from importlib.metadata import distributions
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,10 +19,10 @@ import mlx_mtp
 from mlx_mtp import generation
 from mlx_mtp.engine.calibrate import contest, norms_site
 from mlx_mtp.engine.requests import Stats
-from mlx_mtp.errors import LoadError
+from mlx_mtp.errors import LoadError, MtpError
 from mlx_mtp.folders import data_folder
 from mlx_mtp.kernels import fused, launch, race
-from mlx_mtp.kernels.profile import Profile
+from mlx_mtp.kernels.profile import Profile, machine
 from mlx_mtp.kernels.race import Contest
 from mlx_mtp.measure import doctor
 from mlx_mtp.measure.doctor import OK, SKIPPED, WARNING, WRONG
@@ -107,9 +110,25 @@ def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path, look, variable, 
         state, found, advice = look()
         assert (state, found) == (WRONG, f"{place / inside}: {tmp_path / 'file'} is no folder")
         assert variable in advice
+    for place in filter(Path.is_dir, (Path("/proc"), Path("/sys"))):
+        monkeypatch.setenv(variable, str(place / "nope"))
+        told = f"{place / 'nope' / inside}: {place} cannot be written to"
+        assert look()[:2] == (WRONG, told)
+
+    def full(path, _):
+        raise OSError(28, "No space left on device")
+
     monkeypatch.setenv(variable, str(tmp_path))
-    monkeypatch.setattr(os, "access", lambda at, _: at != tmp_path)
-    assert look()[:2] == (WRONG, f"{tmp_path / inside}: {tmp_path} may not be written to")
+    monkeypatch.setattr(Path, "write_text", full)
+    assert look()[:2] == (WRONG, f"{tmp_path / inside}: {tmp_path} cannot be written to")
+
+
+@pytest.mark.parametrize("inside", ["tuned", "wired"])
+def test_a_file_where_a_folder_should_be(monkeypatch, tmp_path, inside):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    data_folder().mkdir()
+    (data_folder() / inside).write_text("")
+    assert doctor.data()[:2] == (WRONG, f"{data_folder() / inside} is no folder")
 
 
 def test_damaged_and_stale_kernels(monkeypatch, tmp_path):
@@ -127,8 +146,13 @@ def test_damaged_and_stale_kernels(monkeypatch, tmp_path):
 def test_damaged_profiles(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     one = Tuned(dict.fromkeys(range(9), 0.01), (0.5,) * 8, False, True, 0, None, "2026-11-30")
-    whole, cut, strange = (tuned.save(data_folder(), name, {}, one) for name in "abc")
+    whole, cut, strange = (tuned.save(data_folder(), name, machine(), one) for name in "abc")
     assert doctor.data() == (OK, f"{data_folder()}, 3 tuned profiles")
+    stale = tuned.save(data_folder(), "/a/secret", machine() | {"mlx": "0.1"}, one)
+    told = f"{stale} is of another machine, MLX or version and is ignored"
+    assert doctor.data()[:2] == (WARNING, told)
+    line = doctor.anonymous()(told)
+    assert ("/tuned/*-" in line, "secret" in line) == (True, False)
     cut.write_text(cut.read_text()[:-9])
     strange.write_text(strange.read_text().replace("0.01", "-1", 1))
     state, found, _ = doctor.data()
@@ -136,6 +160,24 @@ def test_damaged_profiles(monkeypatch, tmp_path):
     assert str(cut) in found
     assert str(strange) in found
     assert str(whole) not in found
+
+
+def test_what_may_never_end_is_not_read(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    pipe, endless, large = (data_folder() / "tuned" / f"{name}.json" for name in "abc")
+    pipe.parent.mkdir(parents=True)
+    os.mkfifo(pipe)
+    endless.symlink_to("/dev/zero")
+    with large.open("w") as file:
+        file.truncate(17 << 20)
+    (data_folder() / "kernels.json").symlink_to(pipe)
+
+    def read(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(Path, "read_text", read)
+    state, found, _ = doctor.data()
+    assert (state, found.count("cannot be read and is ignored")) == (WRONG, 4)
 
 
 def install(folder: Path, name: str, version: str) -> None:
@@ -175,6 +217,26 @@ def test_a_missing_package(monkeypatch):
     assert "mlx-lm>=" in advice
 
 
+def test_a_package_without_its_folder(monkeypatch):
+    right = doctor.find_spec
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name != "mlx_lm" and right(name))
+    assert doctor.versions()[0] == OK
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "mlx_lm" else right(name))
+    state, found, advice = doctor.versions()
+    assert state == WRONG
+    assert f"mlx-lm {doctor.installed()['mlx-lm']} without its folder, " in found
+    assert advice.startswith('pip install -U --force-reinstall "mlx-lm>=')
+
+
+def test_an_mlx_without_a_version(monkeypatch, tmp_path):
+    (tmp_path / "mlx-0.1.dist-info").mkdir()
+    (tmp_path / "mlx-0.1.dist-info" / "METADATA").write_text("Name: mlx\n")
+    monkeypatch.setattr(doctor.metadata, "distributions", partial(distributions, path=[tmp_path]))
+    assert "mlx missing" in doctor.versions()[1]
+    monkeypatch.setattr(doctor, "installed", lambda: {"mlx-cpu": "1.0"})
+    assert doctor.install()[1] == "mlx missing, mlx-cpu 1.0 do not belong together"
+
+
 @pytest.mark.parametrize(
     ("there", "state", "told"),
     [
@@ -204,11 +266,59 @@ def test_backends_that_lie_beside_each_other(monkeypatch, tmp_path):
     assert doctor.install()[0] == WRONG
 
 
-def test_weights_that_are_not_finite(tmp_path, pair):
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the embedded pair."""
+    shutil.copytree(TINY / "drafter", tmp_path / "target" / "drafter")
+    return shutil.copytree(TINY / "target", tmp_path / "target", dirs_exist_ok=True)
+
+
+def test_weights_that_are_all_zero(folder):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    path.write_bytes(whole[:header] + bytes(len(whole) - header))
+    state, found, _ = doctor.weights(mlx_mtp.load(str(folder)))
+    assert (state, "tensors are all zero: target " in found) == (WRONG, True)
+
+
+def test_weights_that_are_not_those_of_the_listing(folder):
+    path = folder / "drafter" / "model.safetensors"
+    whole = path.read_bytes()
+    listing = {"files": {"drafter/model.safetensors": sha256(whole).hexdigest()}}
+    listing["files"]["model.safetensors"] = sha256((folder / path.name).read_bytes()).hexdigest()
+    (folder / "mlx_mtp.json").write_text(json.dumps(listing))
+    assert doctor.weights(mlx_mtp.load(str(folder)))[0] == OK
+    path.write_bytes(whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:])
+    state, found, _ = doctor.weights(mlx_mtp.load(str(folder)))
+    assert (state, found.startswith(f"{path} has changed or is damaged")) == (WRONG, True)
+
+
+def test_a_drafter_in_another_folder(folder, tmp_path):
+    other = shutil.move(folder / "drafter", tmp_path / "other" / "secret")
+    pairs = []
+    state, _, advice = doctor.load(pairs, True, str(folder))
+    assert (state, advice.endswith("--drafter")) == (WARNING, True)
+    assert doctor.load(pairs, True, str(folder), drafter=str(other))[0] == OK
+    checks = doctor.examine(str(folder), str(other), offline=True)
+    check = next(check for check in checks if check.name == "pair")
+    assert (check.state, check.found) == (OK, "... in float32; ...")
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_options_that_doctor_has_not(monkeypatch, offline):
+    def refused(*_, **__):
+        raise LoadError("HF_HUB_OFFLINE is set; unset it and run; `--model e2b`; --force-fit loads")
+
+    monkeypatch.setattr(load, "load_pair", refused)
+    why = "--offline is given; leave it away" if offline else "HF_HUB_OFFLINE is set; unset it"
+    with pytest.raises(MtpError, match=f"^{why} and run; `e2b`$"):
+        doctor.load([], offline, "e4b")
+
+
+def test_weights_that_are_not_finite(folder, pair):
     state, found = doctor.weights(pair)
-    assert (state, found.endswith(" are finite")) == (OK, True)
-    folder = shutil.copytree(TINY / "target", tmp_path / "target")
-    shutil.copytree(TINY / "drafter", folder / "drafter")
+    assert (state, found.endswith(" no matrix is all zero")) == (OK, True)
     tensors = mx.load(str(folder / "model.safetensors"))
     name = next(name for name in tensors if name.endswith("layers.2.mlp.down_proj.weight"))
     tensors[name][7, 3] = mx.nan
@@ -225,7 +335,7 @@ def test_infinite_weights(pair, bad):
     pair.drafter.norm.weight[0] = bad
     assert doctor.weights(pair)[:2] == (
         WRONG,
-        "1 of 148 tensors hold NaN or infinity: drafter norm.weight",
+        "1 of 149 tensors hold NaN or infinity: drafter norm.weight",
     )
 
 
@@ -266,7 +376,9 @@ def test_near_ties_are_no_fault():
 )
 def test_acceptance(accepted, rounds, state):
     stats = [Stats(rounds=rounds - 1, accepted=accepted), Stats(rounds=1)]
-    assert doctor.acceptance(stats)[0] == state
+    found = doctor.acceptance(stats)
+    assert found[0] == state
+    assert (state == WARNING) == ("mlx-mtp verify FOLDER" in found[-1])
     assert doctor.acceptance([])[0] == SKIPPED
 
 
@@ -358,14 +470,21 @@ def test_nothing_personal_is_told(monkeypatch, tmp_path):
         told = "\n".join(f"{check.found} {check.advice}" for check in checks).lower()
         for personal in ("zoe", "doe", str(tmp_path), "secret", "inner", SECRET.lower()):
             assert personal not in told, told
-        assert "~/hf/hub" in told
+        assert "$hf_home/hub" in told
         assert "$hf_endpoint cannot be reached" in told
     clean = doctor.anonymous(str(tmp_path / "of" / "model"))
     assert clean(f"{home}/a of zoe.doe on zoes-mac.local, zoes-mac: {SECRET}") == (
         "~/a of USER on HOST, HOST: $HF_TOKEN"
     )
     assert doctor.anonymous(str(home / "model"))(f"{home}/x") == "~/x"
-    assert clean(f"{tmp_path}/of/model/config.json") == ".../model/config.json"
+    assert clean(f"{tmp_path}/of/model/config.json") == ".../config.json"
+    monkeypatch.setenv("HF_HOME", str(home / "secret user"))
+    assert doctor.anonymous()(f"{home}/secret user/hub {home}/x") == "$HF_HOME/hub ~/x"
+    monkeypatch.chdir(tmp_path)
+    Path("secret").mkdir()
+    assert doctor.placed("secret") == str(tmp_path / "secret")
+    assert doctor.placed("../no") == str(tmp_path.parent / "no")
+    assert [doctor.placed(name) for name in ("e2b", "a/b", None)] == ["e2b", "a/b", None]
 
 
 def test_a_user_without_a_name(monkeypatch):
