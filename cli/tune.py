@@ -77,12 +77,13 @@ def table(report: Report) -> list[str]:
     tuned, parts = report.tuned, report.parts
     step = parts[-1].draft / max(parts[-1].drafts, 1)
     low, high = report.context
-    lines = [f"drafts  round ms  of plain's  accepted  verify ms (at {low} to {high} tokens)"]
+    # The last draft's acceptance, where those before it were accepted.
+    lines = [f"drafts  round ms  of plain's  if reached  verify ms (at {low} to {high} tokens)"]
     for n, seconds in tuned.seconds.items():
         rate = f"{tuned.acceptance[n - 1]:8.0%}" if n else " " * 8
         ratio = seconds / tuned.seconds[0]
         lines.append(
-            f"{n:6}  {1e3 * seconds:8.2f}  {ratio:10.2f}  {rate}  {1e3 * parts[n].verify:9.2f}"
+            f"{n:6}  {1e3 * seconds:8.2f}  {ratio:10.2f}  {rate:>10}  {1e3 * parts[n].verify:9.2f}"
         )
     lines.append(f"a draft step takes {1e3 * step:.2f} ms")
     for what, figures in (

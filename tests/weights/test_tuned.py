@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -81,6 +84,26 @@ def test_a_profile_of_something_else_is_ignored_with_a_line(tmp_path, key, part,
     )
 
 
+def test_a_folder_is_itself_however_it_is_written_and_no_other(tmp_path, model, key, monkeypatch):
+    tuned.save(tmp_path, model, key, MADE)
+    monkeypatch.chdir(Path(model).parent)
+    name = Path(model).name
+    again = tuned.key_of(find_pair(name), True, "cpu")
+    assert tuned.load(tmp_path, f"./{name}", again)[0] == MADE
+    copy = shutil.copytree(model, tmp_path / "other" / name)
+    monkeypatch.chdir(copy.parent)
+    assert tuned.load(tmp_path, name, tuned.key_of(find_pair(name), True, "cpu")) == (None, None)
+
+
+def test_weights_that_were_written_anew_are_others(tmp_path, model):
+    copy = str(shutil.copytree(model, tmp_path / "copy"))
+    tuned.save(tmp_path, copy, tuned.key_of(find_pair(copy), True, "cpu"), MADE)
+    for weights in Path(copy).glob("*.safetensors"):
+        os.utime(weights, ns=(1, 1))
+    found, line = tuned.load(tmp_path, copy, tuned.key_of(find_pair(copy), True, "cpu"))
+    assert (found, "is of another model" in line) == (None, True)
+
+
 def test_plain_decoding_takes_what_was_measured_with_a_drafter(tmp_path, key):
     tuned.save(tmp_path, "m", key, MADE)
     assert tuned.load(tmp_path, "m", key | {"drafter": tuned.MISSING})[0] == MADE
@@ -99,6 +122,10 @@ def test_a_drafter_in_other_bits_was_not_measured(tmp_path, key):
         {"seconds": {str(n): -1.0 for n in range(9)}},
         {"seconds": {str(n): float("nan") for n in range(9)}},
         {"seconds": {str(n): True for n in range(9)}},
+        {"seconds": {str(n): 1e9 for n in range(9)}},
+        {"seconds": {str(n): 1000.0 if n == 8 else 0.01 for n in range(9)}},
+        {"seconds": {str(n): 0.01 if n else 1e-300 for n in range(9)}},
+        {"drafter_bits": 3},
         {"acceptance": [2.0] * 8},
         {"acceptance": [0.5]},
         {"compile": 1},
