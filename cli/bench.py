@@ -9,16 +9,17 @@ import json
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mlx_mtp.cli.options import WHICH_MODEL, DrafterBits, ForceFit, NoCalibrate, Revision
-from mlx_mtp.cli.terminal import emit, say, speaks_ansi, write_stderr
+from mlx_mtp.cli.terminal import OutputClosed, emit, say, signals, speaks_ansi, write_stderr
 from mlx_mtp.errors import MtpError, UsageError
 
 if TYPE_CHECKING:
@@ -96,7 +97,10 @@ def bench(
     force_fit: ForceFit = False,
     no_calibrate: NoCalibrate = False,
 ) -> None:
-    for path in filter(None, (json_file, csv_file, chart)):
+    files = [path for path in (json_file, csv_file, chart) if path]
+    if len({path.resolve() for path in files}) < len(files):
+        raise UsageError("--json, --csv and --chart need a file each; two of them are the same")
+    for path in files:
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
             raise UsageError(f"{path} cannot be written")
     if chart and chart.suffix not in (".svg", ".png"):
@@ -106,10 +110,10 @@ def bench(
             "the chart needs matplotlib; run: python3 -m pip install 'mlx-mtp[chart]' (from a "
             "clone: '.[chart]')"
         )
-    wanted = [name.partition("=")[0] for name in vs or ()]
-    if unknown := [name for name in wanted if name not in PEERS]:
+    vs = list(dict.fromkeys(vs or ()))
+    if unknown := [n for n in vs if n not in PEERS and not n.startswith("ollama=")]:
         raise UsageError(f"--vs is {unknown[0]}; it must be one of {', '.join(PEERS)}")
-    if "mlx-vlm" in wanted and importlib.util.find_spec("mlx_vlm") is None:
+    if "mlx-vlm" in vs and importlib.util.find_spec("mlx_vlm") is None:
         raise UsageError("mlx-vlm is not installed; run: python3 -m pip install 'mlx-mtp[bench]'")
 
     from mlx_mtp.cli.view import Loading
@@ -120,8 +124,8 @@ def bench(
     plan = sweep.Plan(
         _prompts(kinds, prompts),
         tuple(None if n == "auto" else _integer("--draft-lens", n) for n in draft_lens.split(",")),
-        tuple(_integer("--batch", n) for n in batch.split(",")),
-        tuple(temp or (0.0,)),
+        tuple(dict.fromkeys(_integer("--batch", n) for n in batch.split(","))),
+        tuple(dict.fromkeys(temp or (0.0,))),
         max_tokens,
         repeats,
         cool_down,
@@ -146,20 +150,71 @@ def bench(
         finally:
             loading.close()
 
-    with ExitStack() as stack:
-        others = _others(vs or [], model, found.values(), plan, stack)
-        report = sweep.measure(map(load, found), plan, others, _progress, say)
-    emit("\n".join([*table(report), "", "for README's table:", markdown_row(report), ""]))
-    if old is not None:
-        emit("\n".join(["", *compared(old, report), ""]))
-    if json_file:
-        _write(json_file, json.dumps(report.to_dict(), indent=1) + "\n")
-    if csv_file:
-        _write(csv_file, as_csv(report))
-    if chart:
-        from mlx_mtp.cli.chart import draw
+    known: list[Report] = []
+    ended: list[bool] = []
+    lock = threading.Lock()
 
-        draw(report, chart)
+    def finish(report: Report | None) -> bool:
+        """Once, in whichever thread comes first. Whether all of it was written."""
+        with lock:
+            if ended:
+                return True
+            ended.append(True)
+            if report is None:
+                _progress(0, 0)
+                kept = "what the finished laps gave" if known else "nothing, no lap has ended"
+                say(f"interrupted; kept: {kept}")
+                if not known:
+                    return False
+                report = replace(known[-1], notices=[*known[-1].notices, "interrupted"])
+            return _written(report, old, json_file, csv_file, chart)
+
+    def interrupted() -> None:
+        with suppress(OutputClosed):
+            finish(None)
+
+    with ExitStack() as stack:
+        others = _others(vs, model, found.values(), plan, stack)
+        stack.enter_context(signals.deferred(interrupted))
+        try:
+            pairs = map(load, found)
+            whole = finish(sweep.measure(pairs, plan, others, _progress, say, known.append))
+        finally:
+            if signals.caught is not None:
+                interrupted()
+    if not whole:
+        raise typer.Exit(1)
+
+
+def _written(
+    report: Report,
+    old: Report | None,
+    as_json: Path | None,
+    table_file: Path | None,
+    chart: Path | None,
+) -> bool:
+    """Files first: stdout may be closed. What fails is said and stops nothing else."""
+    from mlx_mtp.cli.chart import draw
+
+    text = [*table(report), "", "for README's table:", markdown_row(report), ""]
+    tasks: list[Callable[[], None]] = []
+    if as_json:
+        tasks.append(lambda: _write(as_json, json.dumps(report.to_dict(), indent=1) + "\n"))
+    if table_file:
+        tasks.append(lambda: _write(table_file, as_csv(report)))
+    if chart:
+        tasks.append(lambda: draw(report, chart))
+    tasks.append(lambda: emit("\n".join(text)))
+    if old is not None:
+        tasks.append(lambda: emit("\n".join(["", *compared(old, report), ""])))
+    whole = True
+    for task in tasks:
+        try:
+            task()
+        except MtpError as error:
+            say(str(error))
+            whole = False
+    return whole
 
 
 def _integer(option: str, given: str) -> int:
@@ -176,7 +231,9 @@ def _prompts(kinds: str | None, file: Path | None) -> dict[str, list[str]]:
     if file is not None:
         if kinds is not None:
             raise UsageError("--kinds and --prompts were both given; leave one out")
-        return {file.stem: split(read_prompt(None, file, raw=False))}
+        if not (asked := split(read_prompt(None, file, raw=True))):
+            raise UsageError(f"{file} has no prompt in it")
+        return {file.stem: asked}
     chosen = KINDS if kinds is None else tuple(kinds.split(","))
     if unknown := [kind for kind in chosen if kind not in KINDS]:
         raise UsageError(f"--kinds has {unknown[0]!r}; it must be of {', '.join(KINDS)}")

@@ -10,12 +10,11 @@ answers have a seed, so texts can be compared there, too.
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date
 from functools import partial
@@ -170,7 +169,7 @@ class Report:
         """Raises UsageError for what `to_dict` cannot have made."""
         try:
             if raw["format"] != FORMAT:
-                raise ValueError(f"its format is {raw['format']!r}, not {FORMAT}")
+                raise ValueError
             return cls(
                 {str(k): str(v) for k, v in raw["machine"].items()},
                 str(raw["model"]),
@@ -180,13 +179,14 @@ class Report:
                 [_checked(RoundCost, cost) for cost in raw["rounds"]],
                 [str(line) for line in raw["notices"]],
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise UsageError(f"{where} is no report of mlx-mtp bench: {said}") from None
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise UsageError(
+                f"{where} is no report of mlx-mtp bench in format {FORMAT}, or it is damaged"
+            ) from None
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 <= value < math.inf
+    return isinstance(value, int | float) and 0 <= value < 1e300
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {  # by a field's annotation
@@ -205,8 +205,8 @@ def _checked(kind: type[Part], raw: dict[str, Any]) -> Part:
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
     made = kind(**values)
     for its in fields(made):
-        if not _CHECKS[str(its.type)](value := getattr(made, its.name)):
-            raise ValueError(f"{its.name} is {value!r}")
+        if not _CHECKS[str(its.type)](getattr(made, its.name)):
+            raise ValueError
     return made
 
 
@@ -233,14 +233,24 @@ def measure(
     others: Callable[[Pair], Mapping[str, Runner]] = lambda pair: {},
     progress: Progress = lambda done, total: None,
     say: Callable[[str], None] = lambda line: None,
+    keep: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """The whole sweep; WAITS. pairs: of one target, one in memory at a time. others: programs to
     compare with, which take part at batch 1, temperature 0. `say`: notices, at once, that the
-    report holds, too."""
+    report holds, too. `keep` gets what is known after every lap."""
     notices: list[str] = []
     cells: list[Cell] = []
     costs: list[RoundCost] = []
-    model = ""
+    model, here, made = "", machine(), date.today().isoformat()
+    settings = {
+        "prompts": {kind: len(asked) for kind, asked in plan.prompts.items()},
+        "max_tokens": plan.max_tokens,
+        "repeats": plan.repeats,
+        "cool_down": plan.cool_down,
+    }
+
+    def so_far(group: Sequence[Cell] = ()) -> Report:
+        return Report(here, model, made, settings, [*cells, *group], [*costs], [*notices])
 
     def tell(line: str) -> None:
         if line not in notices:
@@ -262,16 +272,13 @@ def measure(
                 costs += round_costs(pair, drafter, next(iter(kept.values()))[0].ids)
             for batch in plan.batches:
                 beside = others(pair) if batch == 1 and temp == 0 else {}
-                cells += _group(pair, drafter, plan, kept, batch, temp, beside, progress)
+                group: list[Cell] = []
+                for group in _group(pair, drafter, plan, kept, batch, temp, beside, progress, tell):
+                    keep(so_far(group))
+                cells += group
         pair.restore_limits()
         del pair  # before the next one is loaded
-    settings = {
-        "prompts": {kind: len(asked) for kind, asked in plan.prompts.items()},
-        "max_tokens": plan.max_tokens,
-        "repeats": plan.repeats,
-        "cool_down": plan.cool_down,
-    }
-    return Report(machine(), model, date.today().isoformat(), settings, cells, costs, notices)
+    return so_far()
 
 
 def questions(
@@ -345,8 +352,10 @@ def _group(
     temp: float,
     others: Mapping[str, Runner],
     progress: Progress,
-) -> list[Cell]:
-    """The cells of one drafter, batch and temperature, turn by turn."""
+    tell: Callable[[str], None],
+) -> Iterator[list[Cell]]:
+    """The cells of one drafter, batch and temperature after each lap, turn by turn. One of the
+    others that fails is left out from then on."""
     # Only `auto` learns, as a user's does: from its own rounds, and from those before.
     auto = pair.engine(rows=batch)
     fixed = pair.engine(rows=batch, draft_length=FixedLength(0))
@@ -361,25 +370,47 @@ def _group(
         for kind, asked in kept.items()
         for i in range(len(asked))
     ]
-    for run in ways.values():
-        run(turns[0][1])  # warms up
     laps: list[dict[str, list[Run]]] = [{way: [] for way in ways} for _ in range(plan.repeats)]
+
+    def turn(name: str, asked: list[Question], runs: list[Run]) -> None:
+        try:
+            runs.append(ways[name](asked))
+        except MtpError as error:
+            if name not in others:
+                raise
+            tell(f"left out: {name}: {error}")
+            del ways[name]
+
+    for name in list(ways):
+        turn(name, turns[0][1], [])  # warms up
     total = plan.repeats * len(turns)
     for number in range(total):
         progress(number, total)
         time.sleep(plan.cool_down)
         lap, place = divmod(number, len(turns))
         for name in rotated(list(ways), lap + place):
-            laps[lap][name].append(ways[name](turns[place][1]))
+            turn(name, turns[place][1], laps[lap][name])
+        if place == len(turns) - 1:
+            yield _cells((drafter, batch, temp), list(ways), laps[: lap + 1], turns)
     progress(total, total)
     auto.close()
     fixed.close()
+
+
+def _cells(
+    group: tuple[str, int, float],
+    ways: list[str],
+    laps: list[dict[str, list[Run]]],
+    turns: list[tuple[str, list[Question]]],
+) -> list[Cell]:
+    """By kind, and of several kinds for all of them."""
+    kinds = list(dict.fromkeys(kind for kind, _ in turns))
     cells: list[Cell] = []
-    for kind in dict.fromkeys((*(kind for kind, _ in turns), ALL) if len(kept) > 1 else kept):
+    for kind in (*kinds, ALL) if len(kinds) > 1 else kinds:
         places = [i for i, (its, _) in enumerate(turns) if kind in (its, ALL)]
         alone = [[question.alone for question in turns[i][1]] for i in places]
-        of_kind = [{way: [runs[i] for i in places] for way, runs in lap.items()} for lap in laps]
-        cells += [cell_of((drafter, batch, temp, kind, way), of_kind, alone) for way in ways]
+        of_kind = [{way: [lap[way][i] for i in places] for way in ways} for lap in laps]
+        cells += [cell_of((*group, kind, way), of_kind, alone) for way in ways]
     return cells
 
 

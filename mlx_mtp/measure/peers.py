@@ -21,6 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,15 @@ class Worker:
             stderr=self.log.open("w"),
             env=os.environ | {"TMPDIR": str(scratch)},
             text=True,
+            start_new_session=True,  # Ctrl-C is ours to answer
         )
         self.version = self._answer()["version"]
 
     def ask(self, **request: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended; the answer says why
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -65,7 +68,8 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        self.process.communicate()
+        with suppress(BrokenPipeError):
+            self.process.communicate()
 
 
 class Ollama:

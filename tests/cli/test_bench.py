@@ -5,12 +5,16 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import os
+import signal
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
+from mlx_mtp.cli import bench as bench_command
+from mlx_mtp.cli import main
+from mlx_mtp.cli.terminal import signals
 from mlx_mtp.errors import MtpError
 from mlx_mtp.measure import bench, peers
 from mlx_mtp.measure.bench import Report
@@ -50,6 +54,11 @@ def test_a_sweep_writes_a_table_and_files(run, model, tmp_path):
     compared = out.splitlines()[-2:]
     assert [line.split()[-7] for line in compared] == ["0", "2"]
     assert compared[0].endswith("1.00          1.00  1.000")
+
+    made = json.loads(report.read_text())
+    report.write_text(json.dumps(made | {"cells": []}))
+    code, out, _ = run("--compare", str(report))
+    assert (code, out.splitlines()[-1]) == (0, "no figure is in both reports")
 
 
 def test_prompts_from_a_file(run, inside, model, tmp_path):
@@ -203,6 +212,9 @@ def test_a_missing_extra_is_named_before_anything_runs(inside, monkeypatch, tmp_
         (["--kinds", "code", "--prompts", __file__], "--kinds and --prompts were both given"),
         (["--prompts", "/no/such"], "/no/such cannot be read"),
         (["--vs", "llama"], "--vs is llama; it must be one of mlx-lm, mlx-vlm, ollama"),
+        (["--vs", "mlx-lm=3"], "--vs is mlx-lm=3; it must be one of mlx-lm, mlx-vlm, ollama"),
+        (["--prompts", os.devnull], "/dev/null has no prompt in it"),
+        (["--json", "it.x", "--csv", "./it.x"], "two of them are the same"),
         (["--vs", "mlx-lm", "--batch", "2"], "--vs compares at batch 1 and temperature 0"),
         (["--chart", "a.pdf"], "the chart is a.pdf; it must end in .svg or .png"),
         (["--json", "/no/such/it.json"], "/no/such/it.json cannot be written"),
@@ -229,9 +241,41 @@ def test_a_damaged_report_to_compare_with(inside, tmp_path):
         assert len(err.splitlines()) == 1
 
 
-def test_a_file_that_cannot_be_written_in_the_end(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
-    code, out, err = run("--json", str(tmp_path / "it.json"))
+def test_what_cannot_be_written_stops_nothing_else(run, tmp_path, monkeypatch):
+    table = tmp_path / "it.csv"
+    asked = ("--json", "/dev/full", "--csv", str(table), "--chart", str(tmp_path / "it.svg"))
+    monkeypatch.setattr(main.sys, "stdout", open("/dev/full", "w"))  # noqa: SIM115
+    code, _, err = run(*asked)
     assert code == 1
-    assert "tokens/s" in out
-    assert err.endswith("it.json cannot be written: full\n")
+    assert err.splitlines() == [
+        "mlx-mtp: /dev/full cannot be written: No space left on device",
+        "mlx-mtp: the text cannot be written to stdout: No space left on device",
+    ]
+    assert table.read_text().startswith("chip,")
+    assert (tmp_path / "it.svg").exists()
+
+
+@pytest.mark.parametrize("laps", [0, 1])
+def test_an_interrupted_sweep_keeps_its_finished_laps(run, tmp_path, monkeypatch, laps):
+    turns = iter(range(99))
+    monkeypatch.setattr(signals, "caught", None)
+
+    def turn(done, total):
+        if next(turns) == laps * 4:
+            signals._handle(signal.SIGTERM, None)
+            raise MtpError("and more goes wrong")
+
+    left = []
+    monkeypatch.setattr(bench_command, "_progress", turn)
+    monkeypatch.setattr(main, "_leave", lambda code: left.append(code))
+    report = tmp_path / "it.json"
+    _, out, err = run("--repeats", "3", "--json", str(report))
+    assert left == [143]
+    assert report.exists() == ("tokens/s" in out) == bool(laps)
+    if laps:
+        made = json.loads(report.read_text())
+        assert made["notices"][-1] == "interrupted"
+        assert {cell["laps"] for cell in made["cells"]} == {1}
+        assert "interrupted; kept: what the finished laps gave" in err
+    else:
+        assert "interrupted; kept: nothing, no lap has ended" in err

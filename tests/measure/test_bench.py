@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import mlx_mtp
-from mlx_mtp.errors import UsageError
+from mlx_mtp.errors import MtpError, UsageError
 from mlx_mtp.measure import bench
 from mlx_mtp.measure.bench import Plan, Question, Report, Run, cell_of, compare, leading, rotated
 from mlx_mtp.measure.prompts import KINDS, prompts, split
@@ -106,6 +106,24 @@ def test_a_report_survives_json(swept) -> None:
     assert next(iter(swept[0].groups().values()))[0].kind == "all"
 
 
+def test_another_program_that_fails_is_left_out(pair: Pair, monkeypatch) -> None:
+    asked: list[int] = []
+    said: list[str] = []
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+
+    def other(turn: list[Question]) -> Run:
+        asked.append(1)
+        if len(asked) == 3:
+            raise MtpError("it went away")
+        return Run(counted=10, seconds=2.0)
+
+    plan = Plan({"code": CODE[:1]}, draft_lens=(2,), max_tokens=16, repeats=3)
+    report = bench.measure([pair], plan, lambda _: {"other": other}, say=said.append)
+    assert [cell.way for cell in report.cells] == ["0", "2"]
+    assert said == report.notices == ["left out: other: it went away"]
+    assert len(asked) == 3
+
+
 def change(*path: Any) -> Callable[[dict[str, Any]], Any]:
     *way, key, value = path
 
@@ -134,6 +152,7 @@ def change(*path: Any) -> Callable[[dict[str, Any]], Any]:
         change("cells", 0, "batch", "1"),
         change("cells", 0, "tps", [1, 2]),
         change("cells", 0, "tps", 7),
+        change("cells", 0, "tps", [1, 2, 10**400]),
         change("cells", 0, "ratio", [1, 0, 2]),
         change("cells", 0, "tps", [1, float("nan"), 2]),
         change("cells", 0, "acceptance", ["x"]),
@@ -145,7 +164,7 @@ def change(*path: Any) -> Callable[[dict[str, Any]], Any]:
 )
 def test_a_damaged_report_is_one_line(swept, damage) -> None:
     raw = json.loads(json.dumps(swept[0].to_dict()))
-    with pytest.raises(UsageError, match=r"^old\.json is no report of mlx-mtp bench: .+$"):
+    with pytest.raises(UsageError, match=r"^old\.json is no report .+ or it is damaged$"):
         Report.from_dict(damage(raw), "old.json")
 
 
