@@ -12,6 +12,7 @@ anything to compile. Ollama is a server with models of its own and is only asked
 
 from __future__ import annotations
 
+import http.client
 import importlib.metadata
 import json
 import os
@@ -28,7 +29,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_mtp.errors import MtpError, UsageError
+from mlx_mtp.errors import MtpError
 from mlx_mtp.models.layers import on_cpu
 
 Stream = Generator[tuple[int, int]]  # token, number of the round that brought it
@@ -73,15 +74,17 @@ class Worker:
 
 
 class Ollama:
-    """A model of the Ollama server at `host` (OLLAMA_HOST's form). Raises UsageError where there is
-    no server, or none that answers with its counts, or no such model."""
+    """A model of the Ollama server at `host` (OLLAMA_HOST's form). Raises MtpError where there is
+    no server, or none that answers as Ollama does, or no such model."""
 
     def __init__(self, model: str, host: str | None):
         host = host or "127.0.0.1"
         host = host if "://" in host else f"http://{host}"
         self.url = host if host.rpartition(":")[2].strip("/").isdigit() else f"{host}:11434"
+        if not host.lower().startswith(("http://", "https://")):
+            raise MtpError(f"OLLAMA_HOST is {host}; it must be an http or https address")
         self.model = model
-        self.version = self._ask("version", None).get("version", "")
+        self.version = str(self._ask("version", None, 10).get("version", ""))[:20]
         self.run("Hello", 1, raw=False)  # loads it
 
     def run(self, prompt: str, max_tokens: int, *, raw: bool) -> tuple[int, float]:
@@ -92,29 +95,50 @@ class Ollama:
             "options": {"temperature": 0, "num_predict": max_tokens},
         }
         if raw:
-            answer = self._ask("generate", asked | {"prompt": prompt, "raw": True})
+            answer = self._ask("generate", asked | {"prompt": prompt, "raw": True}, 600)
         else:
             turn = {"role": "user", "content": prompt}
-            answer = self._ask("chat", asked | {"messages": [turn], "think": False})
+            answer = self._ask("chat", asked | {"messages": [turn], "think": False}, 600)
         count, nanoseconds = (answer.get(key) for key in ("eval_count", "eval_duration"))
-        if not (isinstance(count, int) and isinstance(nanoseconds, int) and count * nanoseconds):
-            raise UsageError(f"Ollama at {self.url} answers without its counts")
+        if not all(isinstance(n, int) and 0 < n < 1 << 62 for n in (count, nanoseconds)):
+            raise self._strange("it gives no counts")
         return count, nanoseconds / 1e9
 
-    def _ask(self, what: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    def _strange(self, why: str) -> MtpError:
+        return MtpError(f"Ollama at {self.url}: does not answer as Ollama does: {why}")
+
+    def _ask(self, what: str, body: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+        """Raises MtpError, at the latest after so many `seconds` without an answer's end."""
         data = None if body is None else json.dumps(body).encode()
-        asked = urllib.request.Request(f"{self.url}/api/{what}", data)
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        said, end = b"", time.monotonic() + seconds
         try:
-            with direct.open(asked, timeout=600) as response:
-                answer = json.load(response)
+            asked = urllib.request.Request(f"{self.url}/api/{what}", data)
+            with direct.open(asked, timeout=seconds) as response:
+                while part := response.read1(1 << 16):
+                    said += part
+                    if len(said) > 1 << 20:
+                        raise self._strange("over 1 MB")
+                    if time.monotonic() > end:
+                        raise TimeoutError
+            answer = json.loads(said)
         except urllib.error.HTTPError as error:
-            said = error.read(300).decode(errors="replace").strip()
-            raise UsageError(f"Ollama at {self.url} refuses {self.model}: {said}") from None
-        except (OSError, ValueError) as error:
+            with suppress(OSError, http.client.HTTPException):
+                said = error.read(1000)
+            line = " ".join(said.decode(errors="replace").split())[:200]
+            raise MtpError(f"Ollama at {self.url} refuses {self.model}: {line}") from None
+        except OSError as error:
             why = getattr(error, "reason", error)
-            raise UsageError(f"Ollama cannot be reached at {self.url}: {why}") from None
-        return answer if isinstance(answer, dict) else {}
+            if isinstance(why, TimeoutError):
+                raise self._strange(f"no answer in {seconds:g} s") from None
+            known = getattr(why, "strerror", None) or "no connection"
+            raise MtpError(f"Ollama cannot be reached at {self.url}: {known}") from None
+        except (ValueError, RecursionError, http.client.HTTPException):
+            line = " ".join(said.decode(errors="replace").split())[:200]
+            raise self._strange(line or "nothing that can be read") from None
+        if not isinstance(answer, dict):
+            raise self._strange("no JSON object")
+        return answer
 
 
 class Ours:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -87,7 +88,7 @@ class Server:
                 self.reply(*answer)
 
             def reply(self, status, content):
-                text = json.dumps(content).encode()
+                text = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
@@ -139,23 +140,50 @@ def test_ollama_counts_for_itself(run, ollama, tmp_path):
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ((404, {"error": "model not found"}), "refuses x: "),
-        ((200, {"eval_count": 3}), "answers without its counts"),
-        ((200, {"eval_count": 0, "eval_duration": 5}), "answers without its counts"),
-        ((200, ["no"]), "answers without its counts"),
+        ((404, {"error": "model not found" + 999 * "x"}), "refuses x: "),
+        ((200, {"eval_count": 3}), "does not answer as Ollama does: it gives no counts"),
+        (
+            (200, {"eval_count": 0, "eval_duration": 5}),
+            "does not answer as Ollama does: it gives no counts",
+        ),
+        ((200, {"eval_count": -3, "eval_duration": -5}), "it gives no counts"),
+        ((200, {"eval_count": 3, "eval_duration": 10**400}), "it gives no counts"),
+        ((200, ["no"]), "does not answer as Ollama does: no JSON object"),
+        ((200, "x" * (1 << 20)), "does not answer as Ollama does: over 1 MB"),
+        ((200, b"<p>no\njson"), "does not answer as Ollama does: <p>no json"),
+        ((200, b"[" * 100_000), "does not answer as Ollama does: [[["),
     ],
 )
 def test_an_ollama_that_is_of_no_use(run, ollama, answer, says):
     ollama(*answer)
     code, out, err = run("--vs", "ollama=x")
-    assert (code, out) == (2, "")
-    assert says in err.splitlines()[-1]
+    assert (code, out) == (1, "")
+    assert says in err
+    assert len(err.splitlines()) == 1
+    assert len(err) < 300
+
+
+@pytest.mark.parametrize("host", ["file:///etc/passwd", "ftp://a", "http://[", "a:b:c", "a\nb"])
+def test_an_address_that_is_none(run, monkeypatch, host):
+    monkeypatch.setenv("OLLAMA_HOST", host)
+    code, out, err = run("--vs", "ollama=x")
+    assert (code, out) == (1, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith(("mlx-mtp: OLLAMA_HOST is ", "mlx-mtp: Ollama "))
+
+
+def test_a_server_that_never_answers(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = object.__new__(peers.Ollama)
+        server.url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(MtpError, match=r"does not answer as Ollama does: no answer in 0.1 s"):
+            server._ask("version", None, 0.1)
 
 
 def test_no_ollama_is_one_line(run, monkeypatch):
     monkeypatch.setenv("OLLAMA_HOST", "http://127.0.0.1:9/")
     code, out, err = run("--vs", "ollama=x")
-    assert (code, out) == (2, "")
+    assert (code, out) == (1, "")
     assert err.startswith("mlx-mtp: Ollama cannot be reached at http://127.0.0.1:9")
     assert run("--vs", "ollama")[2].startswith("mlx-mtp: --vs ollama needs its name")
 
