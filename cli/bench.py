@@ -170,11 +170,14 @@ def bench(
             return _written(report, old, json_file, csv_file, chart)
 
     def interrupted() -> None:
+        scratch.cleanup()
         with suppress(OutputClosed):
             finish(None)
 
+    scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     with ExitStack() as stack:
-        others = _others(vs, model, found.values(), plan, stack)
+        folder = Path(stack.enter_context(scratch))
+        others = _others(vs, model, found.values(), plan, folder, stack)
         stack.enter_context(signals.deferred(interrupted))
         try:
             pairs = map(load, found)
@@ -241,14 +244,18 @@ def _prompts(kinds: str | None, file: Path | None) -> dict[str, list[str]]:
 
 
 def _others(
-    vs: list[str], model: str | None, found: Iterable[Found], plan: Plan, stack: ExitStack
+    vs: list[str],
+    model: str | None,
+    found: Iterable[Found],
+    plan: Plan,
+    scratch: Path,
+    stack: ExitStack,
 ) -> Callable[[Pair], Mapping[str, Runner]]:
     """Starts what is compared with; what does not run this pair is left out and says so."""
     from mlx_mtp.measure.bench import Question, contestant, served
     from mlx_mtp.measure.peers import Ollama, Worker
     from mlx_mtp.weights import known
 
-    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     asked: dict[str, Runner] = {}
     for tag in (name.partition("=")[2] for name in vs if name.startswith("ollama")):
         tag = tag or f"gemma4:{model}" * (model in known.SHORT)

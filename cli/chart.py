@@ -20,7 +20,8 @@ def draw(report: Report, path: Path) -> None:
 
     from mlx_mtp.cli.bench import title
 
-    (drafter, batch, temp), cells = next(iter(report.groups().items()))
+    groups = report.groups()
+    (drafter, batch, temp), cells = next(iter(groups.items()))
     by_kind: dict[str, dict[str, Any]] = {}
     for cell in cells:
         by_kind.setdefault(cell.kind, {})[cell.way] = cell
@@ -28,8 +29,10 @@ def draw(report: Report, path: Path) -> None:
         del by_kind["all"]
     figure = Figure(figsize=(11, 8), layout="constrained")
     speed, accepted, parts, rows = figure.subplots(2, 2).flat
+    others = f" (1 of {len(groups)}; the others are in the table)" if len(groups) > 1 else ""
     figure.suptitle(
-        f"{report.model} with {drafter}, batch {batch}, temperature {temp:g}\n{title(report)}",
+        f"{report.model} with {drafter}, batch {batch}, temperature {temp:g}{others}\n"
+        f"{title(report)}",
         fontsize=10,
     )
     for colour, (kind, ways) in zip(COLOURS, by_kind.items(), strict=False):
@@ -80,7 +83,11 @@ def draw(report: Report, path: Path) -> None:
         panel.set_ylim(bottom=0)
         panel.grid(axis="y", alpha=0.3)
     for panel in (speed, accepted, parts):
-        panel.legend(fontsize=9)
+        # Between title and plot: inside it would lie on figures.
+        panel.legend(
+            fontsize=8, ncols=6, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 0.99)
+        )
+        panel.set_title(panel.get_title(), pad=22)
     matplotlib.rcParams["svg.hashsalt"] = "mlx-mtp"
     try:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)

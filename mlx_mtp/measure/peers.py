@@ -99,7 +99,7 @@ class Ollama:
         else:
             turn = {"role": "user", "content": prompt}
             answer = self._ask("chat", asked | {"messages": [turn], "think": False}, 600)
-        count, nanoseconds = (answer.get(key) for key in ("eval_count", "eval_duration"))
+        count, nanoseconds = (answer.get(key, 0) for key in ("eval_count", "eval_duration"))
         if not all(isinstance(n, int) and 0 < n < 1 << 62 for n in (count, nanoseconds)):
             raise self._strange("it gives no counts")
         return count, nanoseconds / 1e9

@@ -270,17 +270,17 @@ def test_a_damaged_report_to_compare_with(inside, tmp_path):
 
 
 def test_what_cannot_be_written_stops_nothing_else(run, tmp_path, monkeypatch):
-    table = tmp_path / "it.csv"
-    asked = ("--json", "/dev/full", "--csv", str(table), "--chart", str(tmp_path / "it.svg"))
+    table, picture = tmp_path / "it.csv", tmp_path / "it.svg"
+    asked = ("--json", "/dev/full", "--csv", str(table), "--chart", str(picture))
     monkeypatch.setattr(main.sys, "stdout", open("/dev/full", "w"))  # noqa: SIM115
-    code, _, err = run(*asked)
+    code, _, err = run(*asked, "--temp", "0", "--temp", "0", "--temp", "0.5")
     assert code == 1
     assert err.splitlines() == [
         "mlx-mtp: /dev/full cannot be written: No space left on device",
         "mlx-mtp: the text cannot be written to stdout: No space left on device",
     ]
-    assert table.read_text().startswith("chip,")
-    assert (tmp_path / "it.svg").exists()
+    assert [row["temp"] for row in csv.DictReader(table.open())] == ["0.0", "0.0", "0.5", "0.5"]
+    assert "temperature 0 (1 of 2; the others are in the table)" in picture.read_text()
 
 
 @pytest.mark.parametrize("laps", [0, 1])
