@@ -22,7 +22,7 @@ def pair():
     return mlx_mtp.load()
 
 
-PROMPTS = 48  # of each kind; about half of the real functions end in loops, and the card says so
+PROMPTS = 24  # of each kind; about half of the real functions end in loops, and the card says so
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_acceptance_on_prompts_it_never_saw(pair, kind, acceptance, tokens_per_r
         accepted, drafted = accepted + stats.accepted, drafted + stats.drafted
         emitted, rounds = emitted + stats.completion_tokens - 1, rounds + stats.rounds
         counted += 1
-    assert counted >= 20
+    assert counted >= 10
     assert accepted / drafted >= acceptance
     assert emitted / rounds >= tokens_per_round
 

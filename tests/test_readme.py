@@ -23,6 +23,12 @@ OF_HUB = re.compile(r"(--model|bench) (?P<model>[^\s-]\S*)")
 PROGRAM = re.search(r"```python\n(.*?)```", USE, re.DOTALL)[1]
 
 
+@pytest.fixture(autouse=True)
+def own_data_folder(tmp_path, monkeypatch):
+    """What `mlx-mtp tune` keeps is not for other tests."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+
+
 def run(command: str) -> subprocess.CompletedProcess[str]:
     ours = f"{shlex.quote(sys.executable)} -m mlx_mtp.cli.main "
     return subprocess.run(
