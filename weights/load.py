@@ -54,8 +54,7 @@ def load_pair(
     drafter: a folder or a hub id, "auto" to find the one that fits, None for plain decoding.
     drafter_bits: what the drafter is quantised to as it is read: 4, 6 or 8; 0 leaves it as stored;
     None is what was tuned, else 8 on a GPU and 0 on the CPU, where packed weights are slower. A
-    drafter that is stored
-    quantised stays as it is.
+    drafter that is stored quantised stays as it is.
     drafter_device: "cpu" or "gpu", which the drafter is laid out for; None is the target's.
     force_fit: load even where memory or disk will not do.
     calibrate: on Metal, race the kernels that are not known yet for this model's shapes; else only
@@ -80,7 +79,8 @@ def load_pair(
     defaults = GenerationDefaults.from_files(found.config, target.checkpoint.generation, where)
     float32 = _float32_pays(target)
     known, known_line = None, None
-    if profile:
+    # The key takes milliseconds, which most have no profile to compare with.
+    if profile and tuned.path_of(data_folder(), target.source.name).exists():
         key = tuned.key_of(found, float32, device.type.name)
         known, known_line = tuned.load(data_folder(), target.source.name, key, drafter_bits)
     planned: list[tuple[Planned[Target] | Planned[Drafter], bool, mx.Device]]
