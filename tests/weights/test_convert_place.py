@@ -333,7 +333,7 @@ def test_killed_it_leaves_nothing_that_loads(source: Path) -> None:
     assert load_pair(str(out)).drafter is not None
 
 
-@pytest.mark.parametrize("pid", [os.getpid(), 999_999_999])
+@pytest.mark.parametrize("pid", [os.getpid(), 999_999_999], ids=["own", "none"])
 def test_what_a_killed_one_left_is_cleared(source: Path, pid: int) -> None:
     """In a container a process has the same number again."""
     out = source.parent / "out"
