@@ -93,14 +93,32 @@ NoCalibrate = Annotated[
         "earlier races and mlx-mtp tune gave is used. [default: off]",
     ),
 ]
-
-
 Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
         help="Draft only what is verified bit for bit as plain decoding would, as a probe of a few "
         "seconds finds out; refuse where that is nothing. [default: off]",
+    ),
+]
+CacheGb = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=1 << 20,
+        help="GB for the KV of conversations that may go on. [default: a quarter of what the "
+        "weights leave]",
+    ),
+]
+Parallel = Annotated[int, typer.Option(min=1, max=16, help="Requests at once.")]
+MaxQueue = Annotated[int, typer.Option(min=0, help="Requests that may wait beside them.")]
+IdleUnload = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=1 << 20,
+        help="Minutes without a request after which the weights are let go; the next request loads "
+        "them again. 0: never.",
     ),
 ]
 

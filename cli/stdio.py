@@ -6,20 +6,11 @@ import fcntl
 import os
 import select
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, NoReturn
-
-import typer
+from typing import NoReturn
 
 from mlx_mtp.cli import options
 from mlx_mtp.cli.terminal import say
-from mlx_mtp.errors import MtpError, UsageError
-
-if TYPE_CHECKING:
-    from mlx_mtp.engine.session import Engine
-    from mlx_mtp.pair import Pair
-    from mlx_mtp.weights.checkpoint import Progress
+from mlx_mtp.errors import MtpError
 
 HELP = """Answer JSON-RPC 2.0 requests on stdin, one a line, with lines on stdout.
 
@@ -44,65 +35,36 @@ def stdio(
     drafter_bits: options.DrafterBits = None,
     no_calibrate: options.NoCalibrate = False,
     exact: options.Exact = False,
-    cache_gb: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=1 << 20,
-            help="GB for the KV of conversations that may go on. [default: a quarter of what the "
-            "weights leave]",
-        ),
-    ] = None,
-    parallel: Annotated[int, typer.Option(min=1, max=16, help="Requests at once.")] = 1,
-    max_queue: Annotated[int, typer.Option(min=0, help="Requests that may wait beside them.")] = 8,
+    cache_gb: options.CacheGb = None,
+    parallel: options.Parallel = 1,
+    max_queue: options.MaxQueue = 8,
+    idle_unload: options.IdleUnload = 15,
 ) -> None:
-    from mlx_mtp.cli.backends.service import Service
+    from mlx_mtp.cli.backends.opening import service
     from mlx_mtp.cli.backends.stdio import Connection, Writer
-    from mlx_mtp.engine.draft_length import check_draft_len
 
-    length = options.draft_length(draft_len)
-    check_draft_len(length or 0)
     out = take_stdout()
-
-    def load(progress: Progress) -> Pair:
-        with wrong_options_end_it():
-            pair = options.load(
-                model,
-                drafter,
-                no_drafter,
-                draft_len if no_drafter else None,  # a request may draft where others do not
-                revision,
-                drafter_revision,
-                drafter_bits,
-                quiet=True,
-                progress=progress,
-                force_fit=force_fit,
-                calibrate=not no_calibrate,
-                exact=exact,
-            )
-        for notice in pair.notices:
-            say(notice)
-        return pair
-
-    def make(pair: Pair) -> Engine:
-        cache = pair.cache_bytes() if cache_gb is None else int(cache_gb * 1e9)
-        with wrong_options_end_it():
-            return pair.engine(kv_bits=kv_bits, max_kv=max_kv, rows=parallel, cache_bytes=cache)
-
-    service = Service(load, make, rows=parallel, most_waiting=max_queue)
-    connection = Connection(service, Writer(out, _gone), model, drafter, length)
+    opened, length = service(
+        model,
+        revision,
+        drafter,
+        drafter_revision,
+        no_drafter,
+        force_fit,
+        draft_len,
+        kv_bits,
+        max_kv,
+        drafter_bits,
+        no_calibrate,
+        exact,
+        cache_gb,
+        parallel,
+        max_queue,
+        idle_unload,
+    )
+    connection = Connection(opened, Writer(out, _gone), model, drafter, length)
     # Threads may be in native code, which an ordinary exit would pull the ground from under.
     os._exit(connection.serve(_read if sys.stdin is not None else lambda: b""))
-
-
-@contextmanager
-def wrong_options_end_it() -> Iterator[None]:
-    """Not so what cannot be loaded, which only its requests are told."""
-    try:
-        yield
-    except UsageError as error:
-        say(str(error))
-        os._exit(error.exit_code)
 
 
 def take_stdout() -> int:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, cast
 from mlx_mtp.errors import UsageError
 
 if TYPE_CHECKING:
+    from mlx_mtp.cli.backends.service import Model
     from mlx_mtp.conversation import Ask, Conversations, Turn
     from mlx_mtp.engine.session import Engine
     from mlx_mtp.generation import Answer, Options, Piece
-    from mlx_mtp.pair import Pair
     from mlx_mtp.text.tokenizer import Tokenizer
 
 THINKING = {"none": False, "minimal": False} | dict.fromkeys(
@@ -144,9 +144,22 @@ def completion(given: Mapping[str, Any], draft_len: int | None = None) -> Body:
     return _body(left, options, prompt=prompt)
 
 
+class ModelError(UsageError):
+    """A body asks for a model that is not here."""
+
+
+def names(asked: str | None, model: Model | None) -> list[str]:
+    """What a body may call the model: `asked` for at the start, and what was loaded, whose own name
+    is the last."""
+    asked = asked or "embedded target"
+    name = asked if model is None else model.name
+    return list(dict.fromkeys(["default", asked, name.rpartition("/")[2], name]))
+
+
 def check_model(model: str | None, known: Collection[str]) -> None:
+    """Raises ModelError."""
     if model is not None and model not in known:
-        raise UsageError(f"model is {shown(model)}; here is {' or '.join(dict.fromkeys(known))}")
+        raise ModelError(f"model is {shown(model)}; here is {' or '.join(known)}")
 
 
 def session_name(left: Left) -> str | None:
@@ -192,18 +205,18 @@ class Body:
         pair = conversations.pair
         return Answer(pair, self._prompt_ids(pair.tokenizer), self.options, engine)
 
-    def count(self, pair: Pair) -> int:
+    def count(self, model: Model) -> int:
         """The tokens of the prompt, as rendered anew."""
         from mlx_mtp.text.messages import checked_messages, checked_tools
 
         if self.ask is None:
-            return len(self._prompt_ids(pair.tokenizer))
-        if pair.template is None:
-            raise UsageError(f"messages: {pair.name} has no chat template; give a prompt")
+            return len(self._prompt_ids(model.tokenizer))
+        if model.template is None:
+            raise UsageError(f"messages: {model.name} has no chat template; give a prompt")
         messages, tools = checked_messages(self.ask.messages), checked_tools(self.ask.tools)
         thinking = self.ask.thinking
         return len(
-            pair.template.encode(messages, pair.tokenizer, tools=tools, enable_thinking=thinking)
+            model.template.encode(messages, model.tokenizer, tools=tools, enable_thinking=thinking)
         )
 
     def _prompt_ids(self, tokenizer: Tokenizer) -> list[int]:

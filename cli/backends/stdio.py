@@ -295,7 +295,7 @@ class Connection:
         draft_len: int | None = None,
     ) -> None:
         self.service, self.writer = service, writer
-        self._model, self._drafter = model or "embedded target", drafter
+        self._model, self._drafter = model, drafter
         self._draft_len = draft_len
         self._started = int(time.time())
         self._live: dict[Any, Rpc] = {}
@@ -315,14 +315,11 @@ class Connection:
 
     @property
     def tokenizer(self) -> Any:
-        assert self.service.pair is not None
-        return self.service.pair.tokenizer
+        assert self.service.model is not None
+        return self.service.model.tokenizer
 
     def names(self) -> list[str]:
-        """What a body may call the model; the last one is its own."""
-        pair = self.service.pair
-        name = self._model if pair is None else pair.name
-        return ["default", self._model, name.rpartition("/")[2], name]
+        return openai.names(self._model, self.service.model)
 
     def serve(self, read: Callable[[], bytes]) -> int:
         """Answers what is read until EOF or `exit`; returns the exit code. WAITS for the requests
@@ -409,7 +406,7 @@ class Connection:
             raise UsageError("messages and prompt were both given; leave one out")
         check = openai.completion if counted and "prompt" in params else BODIES[method]
         rpc = Rpc(self, name, method, check(params, self._draft_len))
-        if self.service.pair is not None:
+        if self.service.model is not None:
             openai.check_model(rpc.body.model, self.names())
         self._live[name] = rpc
         try:
@@ -430,12 +427,12 @@ class Connection:
         if params.get("protocol") not in (None, PROTOCOL):
             asked = openai.shown(params["protocol"])
             raise UsageError(f"protocol is {asked}; it must be {PROTOCOL}")
-        service, pair, engine = self.service, self.service.pair, self.service.engine
+        service, known = self.service, self.service.model
         model = {
             "id": self.names()[-1],
             "state": service.state,
-            "context": None if engine is None else engine.context,
-            "drafter": self._drafter if pair is None else pair.drafter_name,
+            "context": None if known is None else known.context,
+            "drafter": self._drafter if known is None else known.drafter,
         }
         if service.failed is not None:
             model["error"] = str(service.failed)
@@ -478,12 +475,13 @@ class Connection:
 
     def _count(self) -> None:
         while (rpc := self._counts.get()) is not None:
-            self.service.loaded.wait()
+            if self.service.model is None:
+                self.service.loaded.wait()
             try:
                 if self.service.failed is not None:
                     raise self.service.failed
-                assert self.service.pair is not None
-                self.answer(rpc, {"result": {"tokens": rpc.body.count(self.service.pair)}})
+                assert self.service.model is not None
+                self.answer(rpc, {"result": {"tokens": rpc.body.count(self.service.model)}})
             except Exception as error:
                 report(error)
                 rpc.end(error)

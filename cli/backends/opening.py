@@ -1,0 +1,83 @@
+"""The service that a front end's options ask for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from mlx_mtp.cli import options
+from mlx_mtp.cli.backends.service import Service
+from mlx_mtp.cli.terminal import say
+from mlx_mtp.errors import UsageError
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.session import Engine
+    from mlx_mtp.pair import Pair
+    from mlx_mtp.weights.checkpoint import Progress
+
+
+def service(
+    model: str | None,
+    revision: str | None,
+    drafter: str | None,
+    drafter_revision: str | None,
+    no_drafter: bool,
+    force_fit: bool,
+    draft_len: str | None,
+    kv_bits: int | None,
+    max_kv: int | None,
+    drafter_bits: int | None,
+    no_calibrate: bool,
+    exact: bool,
+    cache_gb: float | None,
+    parallel: int,
+    max_queue: int,
+    idle_unload: float,
+) -> tuple[Service, int | None]:
+    """Loading, in a thread, what the command line names; and the draft length of requests that
+    name none, None for auto. Raises UsageError; of what only loading finds wrong with the options
+    one line is said and the process ends with 2."""
+    from mlx_mtp.engine.draft_length import check_draft_len
+
+    length = options.draft_length(draft_len)
+    check_draft_len(length or 0)
+
+    def load(progress: Progress) -> Pair:
+        with _wrong_options_end_it():
+            pair = options.load(
+                model,
+                drafter,
+                no_drafter,
+                draft_len if no_drafter else None,  # a request may draft where others do not
+                revision,
+                drafter_revision,
+                drafter_bits,
+                quiet=True,
+                progress=progress,
+                force_fit=force_fit,
+                calibrate=not no_calibrate,
+                exact=exact,
+            )
+        for notice in pair.notices:
+            say(notice)
+        return pair
+
+    def make(pair: Pair) -> Engine:
+        cache = pair.cache_bytes() if cache_gb is None else int(cache_gb * 1e9)
+        with _wrong_options_end_it():
+            return pair.engine(kv_bits=kv_bits, max_kv=max_kv, rows=parallel, cache_bytes=cache)
+
+    idle_s = 60 * idle_unload or None
+    return Service(load, make, rows=parallel, most_waiting=max_queue, idle_s=idle_s), length
+
+
+@contextmanager
+def _wrong_options_end_it() -> Iterator[None]:
+    """Not so what cannot be loaded, which only its requests are told."""
+    try:
+        yield
+    except UsageError as error:
+        say(str(error))
+        os._exit(error.exit_code)
