@@ -12,7 +12,19 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from mlx_mtp.cli import bench, chat, convert, doctor, generate, inspect, plan, stdio, tune, verify
+from mlx_mtp.cli import (
+    bench,
+    chat,
+    convert,
+    doctor,
+    generate,
+    inspect,
+    plan,
+    serve,
+    stdio,
+    tune,
+    verify,
+)
 from mlx_mtp.cli.terminal import Interrupted, OutputClosed, say, signals, write_stderr
 from mlx_mtp.errors import MtpError
 
@@ -36,6 +48,7 @@ app.command(help=convert.HELP)(convert.convert)
 app.command(help=verify.HELP)(verify.verify)
 app.command(help=doctor.HELP)(doctor.doctor)
 app.command(help=stdio.HELP)(stdio.stdio)
+app.command(help=serve.HELP)(serve.serve)
 
 
 @app.callback(invoke_without_command=True)

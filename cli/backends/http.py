@@ -1,0 +1,427 @@
+"""OpenAI's API over HTTP, of one service: `mlx-mtp serve`.
+
+The event loop never waits for the model: a request is a job of the service, and what the model's
+thread brings is put down where the loop takes it. Who may ask at all is decided first: by Host and
+Origin, because a page in a browser reaches loopback too, and by the key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mlx_mtp.cli.backends import metrics, openai, openapi
+from mlx_mtp.cli.backends.service import Busy, Job, Service, report
+from mlx_mtp.cli.backends.stdio import failure_of, parse
+from mlx_mtp.errors import ContextError, UsageError
+
+if TYPE_CHECKING:
+    from mlx_mtp.conversation import Conversations
+    from mlx_mtp.engine.session import Engine
+    from mlx_mtp.generation import Answer, Piece
+
+Message = dict[str, Any]
+Check = Callable[[Mapping[str, Any], int | None], openai.Body]
+# By the codes of `failure_of`, as far as they are not 500.
+STATUS = {-32700: 400, -32602: 400, -32001: 429, -32002: 503, -32003: 507}
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+KEEP_ALIVE = 75  # seconds, more than clients keep a connection that they may use again
+
+
+@dataclass(frozen=True)
+class Settings:
+    """asked: the model that was asked for. draft_len: that of requests which name none. host: where
+    it is bound to loopback, by which name; else None. origins: the web pages that may ask.
+    max_body: bytes. silence_s: after so many seconds a stream says that it is alive."""
+
+    asked: str | None = None
+    draft_len: int | None = None
+    host: str | None = "127.0.0.1"
+    key: str | None = None
+    origins: tuple[str, ...] = ()
+    max_body: int = 32 << 20
+    silence_s: float = 5.0
+
+
+def app(service: Service, settings: Settings) -> Starlette:
+    """Its endpoints answer in OpenAI's form, whatever goes wrong."""
+    api = _Api(service, settings)
+    routes = [
+        Route(path, api.endpoint(work, free=path == "/health"), methods=[method])
+        for method, path, work in (
+            ("GET", "/health", api.health),
+            ("GET", "/metrics", api.metrics),
+            ("GET", "/openapi.json", api.openapi),
+            ("GET", "/v1/models", api.models),
+            ("GET", "/v1/models/{name:path}", api.model),
+            ("POST", "/v1/chat/completions", api.chat),
+            ("POST", "/v1/completions", api.completion),
+        )
+    ]
+    guards = [Middleware(_Guard, settings)]
+    if settings.origins:
+        guards.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["Retry-After"],
+            )
+        )
+    found = Starlette(
+        routes=routes, middleware=guards, exception_handlers={HTTPException: _no_route}
+    )
+    found.router.redirect_slashes = False
+    return found
+
+
+def is_loopback(host: str) -> bool:
+    """Of a name or an address, in brackets or not."""
+    name = host.strip("[]").lower()
+    with suppress(ValueError):
+        return ipaddress.ip_address(name).is_loopback
+    return name == "localhost"
+
+
+def known_host(header: str, host: str | None) -> bool:
+    """Whether a Host header names this server: a page whose name was made to lead to loopback
+    sends its own. None: it is not bound to loopback, and has a key."""
+    name = re.sub(r":\d*\Z", "", header)
+    return host is None or is_loopback(name) or name.lower() == host.lower()
+
+
+def origin(url: str) -> str:
+    """As browsers send it. Raises UsageError for what is none."""
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]+", url.lower()):
+        raise UsageError(f"--allow-origin is {url!r}; it must be as https://example.org, no path")
+    return url.lower()
+
+
+def listen(host: str, port: int, key: str | None) -> tuple[list[socket.socket], bool]:
+    """Sockets on which connections wait, and whether they are loopback's. Raises UsageError, also
+    for others where there is no key."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"--host is {host!r}: {getattr(error, 'strerror', error)}") from None
+    addresses = list(dict.fromkeys((family, str(to[0])) for family, *_, to in found))
+    local = all(is_loopback(address.partition("%")[0]) for _, address in addresses)
+    if not local and key is None:
+        raise UsageError(
+            f"--host {host} is not loopback, so a key is needed: MLX_MTP_API_KEY or --api-key-file"
+        )
+    sockets: list[socket.socket] = []
+    for family, address in addresses:
+        try:
+            sockets.append(socket.create_server((address, port), family=family, backlog=128))
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise UsageError(f"--port {port} at {address}: {why}; try another --port") from None
+        port = sockets[0].getsockname()[1]
+    return sockets, local
+
+
+def start(app: Starlette, sockets: list[socket.socket]) -> tuple[uvicorn.Server, threading.Thread]:
+    """Answers in a thread, so that signals stay the main one's."""
+    config = uvicorn.Config(
+        app,
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=(sockets,), name="http", daemon=True)
+    thread.start()
+    return server, thread
+
+
+def failure(error: Exception) -> tuple[int, Message]:
+    """The status and OpenAI's object."""
+    code, more = None, {}
+    if isinstance(error, HTTPException):
+        status, message = error.status_code, error.detail
+    else:
+        found = failure_of(error)
+        status, message = STATUS.get(found["code"], 500), found["message"]
+    if isinstance(error, ContextError):
+        code, more = "context_length_exceeded", found["data"]
+    elif isinstance(error, openai.ModelError):
+        status, code = 404, "model_not_found"
+    # Messages about a parameter begin with its name.
+    named = re.match(r"([a-z_]+[\w.\[\]]*)(?:: | is | has )", message) if status < 500 else None
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    object_ = {"message": message, "type": kind, "param": named and named[1], "code": code}
+    return status, {"error": object_ | more}
+
+
+def dumps(content: Message) -> bytes:
+    # In ASCII: some clients take U+2028 for the end of a line.
+    return json.dumps(content, allow_nan=False).encode()
+
+
+def answer(content: Message, status: int = 200, headers: Mapping[str, str] = {}) -> Response:
+    return Response(dumps(content), status, headers, "application/json")
+
+
+def refusal(error: Exception) -> Response:
+    status, content = failure(error)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if isinstance(error, Busy):
+        headers["Retry-After"] = "1"
+    return answer(content, status, headers)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    error.detail = f"{request.method} {request.scope['path']}: {error.detail}"
+    return refusal(error)
+
+
+class _Guard:
+    """Refuses what comes under another name than this server's, or from a web page."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app, self._settings = app, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Request(scope).headers
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not known_host(host, self._settings.host):
+            error = HTTPException(403, f"the Host header is {openai.shown(host)}, not loopback's")
+            await refusal(error)(scope, receive, send)
+        elif origin is not None and origin not in self._settings.origins:
+            shown = openai.shown(origin)
+            error = HTTPException(403, f"web pages of {shown} may not ask: see --allow-origin")
+            await refusal(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+class _Api:
+    def __init__(self, service: Service, settings: Settings) -> None:
+        self._service, self._settings = service, settings
+        self._started = int(time.time())
+
+    def endpoint(
+        self, work: Callable[[Request], Awaitable[Response]], *, free: bool
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def answered(request: Request) -> Response:
+            try:
+                if not free:
+                    self._authorize(request.headers.get("authorization", ""))
+                return await work(request)
+            except Exception as error:
+                report(error)
+                return refusal(error)
+
+        return answered
+
+    async def health(self, request: Request) -> Response:
+        state = self._service.state
+        return answer({"status": state}, 200 if state in ("ready", "unloaded") else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(metrics.text(self._service), media_type=metrics.TYPE)
+
+    async def openapi(self, request: Request) -> Response:
+        return answer(openapi.document(self._settings.key is not None))
+
+    async def models(self, request: Request) -> Response:
+        return answer({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        openai.check_model(request.path_params["name"], self._names())
+        return answer(self._model())
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, openai.chat)
+
+    async def completion(self, request: Request) -> Response:
+        return await self._generate(request, openai.completion)
+
+    async def _generate(self, request: Request, check: Check) -> Response:
+        content = await self._read(request)
+        body = await asyncio.to_thread(self._checked, content, check)
+        job = _Asked(body, self._service, self._names)
+        self._service.submit(job)
+        return _Answering(self._service, job, self._settings.silence_s)
+
+    async def _read(self, request: Request) -> bytes:
+        most = self._settings.max_body
+        content = bytearray()
+        length = int(request.headers.get("content-length", 0))
+        if length <= most:
+            async for chunk in request.stream():
+                content += chunk
+                if len(content) > most:
+                    break
+        if max(length, len(content)) > most:
+            raise HTTPException(413, f"the body is longer than {most} bytes (--max-body)")
+        return bytes(content)
+
+    def _checked(self, content: bytes, check: Check) -> openai.Body:
+        given = parse(content)
+        if not isinstance(given, dict):
+            raise UsageError("the body must be an object")
+        body = check(given, self._settings.draft_len)
+        if self._service.model is not None:
+            openai.check_model(body.model, self._names())
+        return body
+
+    def _authorize(self, given: str) -> None:
+        key = self._settings.key
+        scheme, _, token = given.partition(" ")
+        # A header's text is Latin-1 to the byte.
+        sent = token.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        if key is not None and not hmac.compare_digest(sent, key.encode()):
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise HTTPException(401, "the key is missing or wrong (Authorization: Bearer)", headers)
+
+    def _names(self) -> list[str]:
+        return openai.names(self._settings.asked, self._service.model)
+
+    def _model(self) -> Message:
+        known = self._service.model
+        return {
+            "id": self._names()[-1],
+            "object": "model",
+            "created": self._started,
+            "owned_by": "mlx-mtp",
+            "context_length": known and known.context,
+            "drafter": known and known.drafter,
+        }
+
+
+class _Asked(Job):
+    """A request. What the model brings waits here, its texts joined, until the loop takes it, so
+    nobody waits for whoever reads slowly."""
+
+    def __init__(self, body: openai.Body, service: Service, names: Callable[[], list[str]]) -> None:
+        self.body = body
+        self.result: Message | None = None
+        self.error: Exception | None = None
+        self._service, self._names = service, names
+        self._deltas: list[Message] = []
+        self._over = False
+        self._lock = threading.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+
+    def begin(self, conversations: Conversations, engine: Engine) -> Answer:
+        openai.check_model(self.body.model, self._names())
+        return self.body.start(conversations, engine)
+
+    def show(self, piece: Piece) -> None:
+        if not self.body.stream or self.answer is None:
+            return
+        with self._lock:
+            for delta in self.body.deltas(self.answer, piece):
+                if self._deltas and self._deltas[-1].keys() == delta.keys():
+                    for kind, more in delta.items():
+                        self._deltas[-1][kind] += more
+                else:
+                    self._deltas.append(delta)
+        self._tell()
+
+    def end(self, error: Exception | None) -> None:
+        if error is None and self.answer is not None and not self.body.stream:
+            assert self._service.model is not None
+            self.result = self.body.result(self.answer, self._service.model.tokenizer)
+        with self._lock:
+            self.error, self._over = error, True
+        self._tell()
+
+    def _tell(self) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    async def news(self, within: float | None) -> tuple[list[Message], bool]:
+        """What came since it was last asked, and whether that was all; nothing after so many
+        seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                while not (self._deltas or self._over):
+                    await self._news.wait()
+                    self._news.clear()
+        with self._lock:
+            deltas, self._deltas = self._deltas, []
+            return deltas, self._over
+
+
+class _Answering(Response):
+    """The answer to a job, which is cancelled when nobody waits for it any more. Its status is that
+    of what comes first; a stream that is silent for too long begins without."""
+
+    def __init__(self, service: Service, job: _Asked, silence_s: float) -> None:
+        self._service, self._job, self._silence_s = service, job, silence_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(self._watch(receive))
+        job = self._job
+        try:
+            deltas, over = await job.news(self._silence_s if job.body.stream else None)
+            if job.error is not None and not deltas:
+                await refusal(job.error)(scope, receive, send)
+            elif job.result is not None:
+                await answer(job.result)(scope, receive, send)
+            else:
+                await self._stream(send, deltas, over)
+        finally:
+            watch.cancel()
+            self._service.cancel(job)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._service.cancel(self._job)
+
+    async def _stream(self, send: Send, deltas: list[Message], over: bool) -> None:
+        job, body = self._job, self._job.body
+        await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        if body.ask is not None:
+            deltas.insert(0, {"role": "assistant", "content": ""})
+        while True:
+            said = b""
+            if job.answer is not None:
+                chunks = [body.chunk(job.answer, delta) for delta in deltas]
+                chunks += body.last_chunks(job.answer) if over and job.error is None else []
+                said = b"".join(b"data: %b\n\n" % dumps(chunk) for chunk in chunks)
+                deltas = []
+            if over:
+                _, error = failure(job.error) if job.error is not None else (0, None)
+                said += b"data: %b\n\n" % (dumps(error) if error else b"[DONE]")
+            content = said or b": ping\n\n"
+            await send({"type": "http.response.body", "body": content, "more_body": not over})
+            if over:
+                return
+            more, over = await job.news(self._silence_s)
+            deltas += more
