@@ -1,0 +1,27 @@
+"""`llm --schema`."""
+
+import json
+
+from tests.clients.conftest import asked
+
+DOG = {"name": "Rex", "age": 3}
+
+
+def test_json_fits_the_schema(serve, run):
+    server = serve([{"when": "dog", "say": json.dumps(DOG)}])
+    ran = run("llm", server, "Invent a dog")
+    assert ran.code == 0, ran
+    assert json.loads(ran.out) == DOG
+    (body,) = asked(server)
+    assert body["response_format"]["type"] == "json_schema"
+
+
+def test_the_embedded_pair_is_held_to_the_schema(serve, run):
+    server = serve(None)
+    ran = run("llm", server, "Invent a dog")
+    assert ran.code == 0, ran
+    asked(server)
+    said = json.loads(ran.out)
+    assert set(said) == {"name", "age"}
+    assert isinstance(said["name"], str)
+    assert isinstance(said["age"], int)
