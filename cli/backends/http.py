@@ -119,31 +119,25 @@ def origin(url: str) -> str:
     return url.lower()
 
 
-def listen(host: str, port: int, key: str | None) -> tuple[list[socket.socket], bool]:
-    """Sockets on which connections wait, and whether they are loopback's. Raises UsageError, also
-    for others where there is no key."""
+def listen(host: str, port: int, key: str | None) -> tuple[socket.socket, bool]:
+    """A socket on which connections wait, and whether it is loopback's. Raises UsageError, also for
+    another where there is no key."""
+    where = f"{host}:{port}"
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # Of several addresses one, of IPv4 if there is one.
+        family, *_, to = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        local = is_loopback(str(to[0]))
+        if not local and key is None:
+            raise UsageError(
+                f"--host {host} is not loopback: a key is needed (MLX_MTP_API_KEY, --api-key-file)"
+            )
+        return socket.create_server(to[:2], family=family, backlog=128), local
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"--host is {host!r}: {getattr(error, 'strerror', error)}") from None
-    addresses = list(dict.fromkeys((family, str(to[0])) for family, *_, to in found))
-    local = all(is_loopback(address.partition("%")[0]) for _, address in addresses)
-    if not local and key is None:
-        raise UsageError(
-            f"--host {host} is not loopback, so a key is needed: MLX_MTP_API_KEY or --api-key-file"
-        )
-    sockets: list[socket.socket] = []
-    for family, address in addresses:
-        try:
-            sockets.append(socket.create_server((address, port), family=family, backlog=128))
-        except OSError as error:
-            why = (error.strerror or str(error)).lower()
-            raise UsageError(f"--port {port} at {address}: {why}; try another --port") from None
-        port = sockets[0].getsockname()[1]
-    return sockets, local
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"{where}: {why.lower()}; see --host and --port") from None
 
 
-def start(app: Starlette, sockets: list[socket.socket]) -> tuple[uvicorn.Server, threading.Thread]:
+def start(app: Starlette, listening: socket.socket) -> tuple[uvicorn.Server, threading.Thread]:
     """Answers in a thread, so that signals stay the main one's."""
     config = uvicorn.Config(
         app,
@@ -159,7 +153,7 @@ def start(app: Starlette, sockets: list[socket.socket]) -> tuple[uvicorn.Server,
         timeout_keep_alive=KEEP_ALIVE,
     )
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=(sockets,), name="http", daemon=True)
+    thread = threading.Thread(target=server.run, args=([listening],), name="http", daemon=True)
     thread.start()
     return server, thread
 
@@ -188,8 +182,11 @@ def dumps(content: Message) -> bytes:
     return json.dumps(content, allow_nan=False).encode()
 
 
-def answer(content: Message, status: int = 200, headers: Mapping[str, str] = {}) -> Response:
-    return Response(dumps(content), status, headers, "application/json")
+def answer(
+    content: Message | bytes, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    whole = content if isinstance(content, bytes) else dumps(content)
+    return Response(whole, status, headers, "application/json")
 
 
 def refusal(error: Exception) -> Response:
@@ -239,6 +236,8 @@ class _Api:
                 if not free:
                     self._authorize(request.headers.get("authorization", ""))
                 return await work(request)
+            except HTTPException as error:
+                return refusal(error)
             except Exception as error:
                 report(error)
                 return refusal(error)
@@ -327,7 +326,7 @@ class _Asked(Job):
 
     def __init__(self, body: openai.Body, service: Service, names: Callable[[], list[str]]) -> None:
         self.body = body
-        self.result: Message | None = None
+        self.result = b""
         self.error: Exception | None = None
         self._service, self._names = service, names
         self._deltas: list[Message] = []
@@ -355,7 +354,8 @@ class _Asked(Job):
     def end(self, error: Exception | None) -> None:
         if error is None and self.answer is not None and not self.body.stream:
             assert self._service.model is not None
-            self.result = self.body.result(self.answer, self._service.model.tokenizer)
+            tokenizer = self._service.model.tokenizer
+            self.result = dumps(self.body.result(self.answer, tokenizer))
         with self._lock:
             self.error, self._over = error, True
         self._tell()
@@ -391,7 +391,7 @@ class _Answering(Response):
             deltas, over = await job.news(self._silence_s if job.body.stream else None)
             if job.error is not None and not deltas:
                 await refusal(job.error)(scope, receive, send)
-            elif job.result is not None:
+            elif job.result:
                 await answer(job.result)(scope, receive, send)
             else:
                 await self._stream(send, deltas, over)
