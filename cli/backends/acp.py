@@ -132,7 +132,7 @@ class Prompt:
             raise cancelled
         return message, turn is not None and turn.finish_reason == "length"
 
-    def ask(self, method: str, **params: Any) -> Left:
+    def ask(self, method: str, /, **params: Any) -> Left:
         """WAITS for what the client answers. Raises ToolError, Cancelled."""
         future: Future[Any] = Future()
         with self._lock:
@@ -145,11 +145,11 @@ class Prompt:
             self._asked.discard(future)
         return Left(answer if isinstance(answer, dict) else {}, f"{method}: ")
 
-    def tell(self, method: str, **params: Any) -> None:
+    def tell(self, method: str, /, **params: Any) -> None:
         """The same, but nobody waits for the answer."""
         self._connection.ask(method, {"sessionId": self.session.name, **params}, Future())
 
-    def update(self, kind: str, **update: Any) -> None:
+    def update(self, kind: str, /, **update: Any) -> None:
         params = {"sessionId": self.session.name, "update": {"sessionUpdate": kind, **update}}
         self._connection.put({"method": "session/update", "params": params})
 
