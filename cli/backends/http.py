@@ -133,8 +133,8 @@ def listen(host: str, port: int, key: str | None) -> tuple[socket.socket, bool]:
             )
         return socket.create_server(to[:2], family=family, backlog=128), local
     except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"{where}: {why.lower()}; see --host and --port") from None
+        why = (getattr(error, "strerror", None) or str(error)).partition(" (")[0].lower()
+        raise UsageError(f"{where}: {why}; see --host and --port") from None
 
 
 def start(app: Starlette, listening: socket.socket) -> tuple[uvicorn.Server, threading.Thread]:
