@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import subprocess
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from mlx_mtp.cli.backends.acp import Connection
 from mlx_mtp.cli.backends.service import Service
 from mlx_mtp.cli.backends.stdio import Writer
+from tests.cli.conftest import environment
 from tests.cli.talk import Child, Message, Talk
 
 schema = pytest.importorskip("acp.schema")
@@ -171,5 +173,14 @@ class Inside(Editor):
         return self.code
 
 
-class Process(Editor, Child):
+class Process(Editor):
     """`mlx-mtp acp` as a process."""
+
+    end = Child.end
+
+    def __init__(self, command: list[str], **how: Any) -> None:
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | how
+        self.process = subprocess.Popen(command, env=environment(), bufsize=0, **streams)
+        out = self.process.stdout
+        read = (lambda: os.read(out.fileno(), 1 << 16)) if out else lambda: b""
+        super().__init__(self.process.stdin.write, read)
