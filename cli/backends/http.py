@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from mlx_mtp.generation import Answer, Piece
 
 Message = dict[str, Any]
+Work = Callable[[Request], Awaitable[Response]]
 Check = Callable[[Mapping[str, Any], int | None], openai.Body]
 # By the codes of `failure_of`, as far as they are not 500.
 STATUS = {-32700: 400, -32602: 400, -32001: 429, -32002: 503, -32003: 507}
@@ -67,29 +69,32 @@ class Settings:
 def app(service: Service, settings: Settings) -> Starlette:
     """Its endpoints answer in OpenAI's form, whatever goes wrong."""
     api = _Api(service, settings)
+    works: dict[str, Work] = {
+        "/health": api.health,
+        "/metrics": api.metrics,
+        "/openapi.json": api.openapi,
+        "/v1/models": api.models,
+        "/v1/models/{name:path}": api.model,
+        "/v1/chat/completions": partial(api.generate, openai.chat),
+        "/v1/completions": partial(api.generate, openai.completion),
+    }
     routes = [
-        Route(path, api.endpoint(work, free=path == "/health"), methods=[method])
-        for method, path, work in (
-            ("GET", "/health", api.health),
-            ("GET", "/metrics", api.metrics),
-            ("GET", "/openapi.json", api.openapi),
-            ("GET", "/v1/models", api.models),
-            ("GET", "/v1/models/{name:path}", api.model),
-            ("POST", "/v1/chat/completions", api.chat),
-            ("POST", "/v1/completions", api.completion),
+        Route(
+            path,
+            api.endpoint(work, free=path == "/health"),
+            methods=["POST" if path.endswith("completions") else "GET"],
         )
+        for path, work in works.items()
     ]
-    guards = [Middleware(_Guard, settings)]
-    if settings.origins:
-        guards.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=settings.origins,
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-                expose_headers=["Retry-After"],
-            )
-        )
+    guards = [
+        Middleware(_Guard, settings),
+        Middleware(
+            CORSMiddleware,
+            allow_origins=settings.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        ),
+    ]
     found = Starlette(
         routes=routes, middleware=guards, exception_handlers={HTTPException: _no_route}
     )
@@ -139,19 +144,8 @@ def listen(host: str, port: int, key: str | None) -> tuple[socket.socket, bool]:
 
 def start(app: Starlette, listening: socket.socket) -> tuple[uvicorn.Server, threading.Thread]:
     """Answers in a thread, so that signals stay the main one's."""
-    config = uvicorn.Config(
-        app,
-        loop="asyncio",
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="critical",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE,
-    )
+    how: Message = {"log_config": None, "log_level": "critical", "timeout_keep_alive": KEEP_ALIVE}
+    config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", **how)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listening],), name="http", daemon=True)
     thread.start()
@@ -213,14 +207,13 @@ class _Guard:
         headers = Request(scope).headers
         host, origin = headers.get("host", ""), headers.get("origin")
         if not known_host(host, self._settings.host):
-            error = HTTPException(403, f"the Host header is {openai.shown(host)}, not loopback's")
-            await refusal(error)(scope, receive, send)
+            why = f"the Host header is {openai.shown(host)}, not loopback's"
         elif origin is not None and origin not in self._settings.origins:
-            shown = openai.shown(origin)
-            error = HTTPException(403, f"web pages of {shown} may not ask: see --allow-origin")
-            await refusal(error)(scope, receive, send)
+            why = f"web pages of {openai.shown(origin)} may not ask: see --allow-origin"
         else:
             await self._app(scope, receive, send)
+            return
+        await refusal(HTTPException(403, why))(scope, receive, send)
 
 
 class _Api:
@@ -228,18 +221,15 @@ class _Api:
         self._service, self._settings = service, settings
         self._started = int(time.time())
 
-    def endpoint(
-        self, work: Callable[[Request], Awaitable[Response]], *, free: bool
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def endpoint(self, work: Work, *, free: bool) -> Work:
         async def answered(request: Request) -> Response:
             try:
                 if not free:
                     self._authorize(request.headers.get("authorization", ""))
                 return await work(request)
-            except HTTPException as error:
-                return refusal(error)
             except Exception as error:
-                report(error)
+                if not isinstance(error, HTTPException):
+                    report(error)
                 return refusal(error)
 
         return answered
@@ -261,13 +251,7 @@ class _Api:
         openai.check_model(request.path_params["name"], self._names())
         return answer(self._model())
 
-    async def chat(self, request: Request) -> Response:
-        return await self._generate(request, openai.chat)
-
-    async def completion(self, request: Request) -> Response:
-        return await self._generate(request, openai.completion)
-
-    async def _generate(self, request: Request, check: Check) -> Response:
+    async def generate(self, check: Check, request: Request) -> Response:
         content = await self._read(request)
         body = await asyncio.to_thread(self._checked, content, check)
         job = _Asked(body, self._service, self._names)
@@ -354,8 +338,8 @@ class _Asked(Job):
     def end(self, error: Exception | None) -> None:
         if error is None and self.answer is not None and not self.body.stream:
             assert self._service.model is not None
-            tokenizer = self._service.model.tokenizer
-            self.result = dumps(self.body.result(self.answer, tokenizer))
+            result = self.body.result(self.answer, self._service.model.tokenizer)
+            self.result = dumps(result)
         with self._lock:
             self.error, self._over = error, True
         self._tell()
