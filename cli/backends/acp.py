@@ -9,6 +9,7 @@ waits; a turn has a thread of its own, which waits for the model and for the cli
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
 import time
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from mlx_mtp.generation import Piece
 
 NOT_FOUND = -32002
+ERROR = 1000  # characters of a client's error that the model is told
 THOUGHTS = {"off": False, "on": True}
 
 Message = dict[str, Any]
@@ -222,8 +224,8 @@ class Connection(stdio.Endpoint):
             if "result" in message:
                 future.set_result(message["result"])
             else:
-                error = agent.ToolError(f"{method}: {openai.shown(message['error'])}")
-                future.set_exception(error)
+                why = json.dumps(message["error"], ensure_ascii=False)[:ERROR]
+                future.set_exception(agent.ToolError(f"{method}: {why}"))
         return True
 
     def _notified(self, method: str, params: Any) -> None:
