@@ -177,10 +177,9 @@ def dumps(content: Message) -> bytes:
 
 
 def answer(
-    content: Message | bytes, status: int = 200, headers: Mapping[str, str] | None = None
+    content: Message, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    whole = content if isinstance(content, bytes) else dumps(content)
-    return Response(whole, status, headers, "application/json")
+    return Response(dumps(content), status, headers, "application/json")
 
 
 def refusal(error: Exception) -> Response:
@@ -310,7 +309,7 @@ class _Asked(Job):
 
     def __init__(self, body: openai.Body, service: Service, names: Callable[[], list[str]]) -> None:
         self.body = body
-        self.result = b""
+        self.result: Message = {}
         self.error: Exception | None = None
         self._service, self._names = service, names
         self._deltas: list[Message] = []
@@ -336,10 +335,8 @@ class _Asked(Job):
         self._tell()
 
     def end(self, error: Exception | None) -> None:
-        if error is None and self.answer is not None and not self.body.stream:
-            assert self._service.model is not None
-            result = self.body.result(self.answer, self._service.model.tokenizer)
-            self.result = dumps(result)
+        if error is None and self.answer is not None and self._service.model is not None:
+            self.result = self.body.result(self.answer, self._service.model.tokenizer)
         with self._lock:
             self.error, self._over = error, True
         self._tell()
@@ -375,7 +372,7 @@ class _Answering(Response):
             deltas, over = await job.news(self._silence_s if job.body.stream else None)
             if job.error is not None and not deltas:
                 await refusal(job.error)(scope, receive, send)
-            elif job.result:
+            elif not job.body.stream:
                 await answer(job.result)(scope, receive, send)
             else:
                 await self._stream(send, deltas, over)
@@ -388,6 +385,14 @@ class _Answering(Response):
             pass
         self._service.cancel(self._job)
 
+    def _last_chunks(self) -> list[Message]:
+        """What there is beside the text, as logprobs, comes with the finish reason."""
+        assert self._job.answer is not None
+        last, *counted = self._job.body.last_chunks(self._job.answer)
+        (choice,) = self._job.result["choices"]
+        last["choices"][0] |= {k: v for k, v in choice.items() if k not in ("message", "text")}
+        return [last | {"mlx_mtp": self._job.result["mlx_mtp"]}, *counted]
+
     async def _stream(self, send: Send, deltas: list[Message], over: bool) -> None:
         job, body = self._job, self._job.body
         await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
@@ -397,7 +402,7 @@ class _Answering(Response):
             said = b""
             if job.answer is not None:
                 chunks = [body.chunk(job.answer, delta) for delta in deltas]
-                chunks += body.last_chunks(job.answer) if over and job.error is None else []
+                chunks += self._last_chunks() if over and job.error is None else []
                 said = b"".join(b"data: %b\n\n" % dumps(chunk) for chunk in chunks)
                 deltas = []
             if over:

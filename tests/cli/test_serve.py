@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 from http.client import HTTPConnection
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,6 +96,18 @@ def test_i02_i04_a_stream_says_what_the_plain_answer_says(web):
         plain["usage"]["total_tokens"],
     )
     assert "usage" not in "".join(events(web.open(CHAT, asked)))
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_stream_ends_with_all_that_the_plain_answer_has_beside_its_text(web, path):
+    more = {"logprobs": True if path == CHAT else 1, "return_token_ids": True, "x": 1}
+    asked = (body() if path == CHAT else {"prompt": "x", "max_tokens": 4}) | more
+    _, plain = web.ask(path, asked | {"temperature": 0})
+    *_, last, _ = events(web.open(path, asked | {"temperature": 0, "stream": True}))
+    found, wanted = json.loads(last), plain["choices"][0]
+    for name in ("logprobs", "token_ids", "prompt_token_ids", "finish_reason"):
+        assert found["choices"][0][name] == wanted[name] != []
+    assert found["mlx_mtp"]["ignored"] == plain["mlx_mtp"]["ignored"] == ["x"]
 
 
 def test_i03_a_cut_is_length_and_the_default_budget_is_the_room(web, running):
@@ -435,7 +448,7 @@ def test_what_a_slow_reader_did_not_take_is_joined():
             return piece
 
     async def slow():
-        job = http._Asked(Body(), None, list)
+        job = http._Asked(Body(), SimpleNamespace(model=None), list)
         job.answer = object()
         for piece in ([{"reasoning_content": "a"}], [{"reasoning_content": "b"}, {"content": "c"}]):
             job.show(piece)
@@ -551,6 +564,16 @@ def test_what_an_origin_is(url, kept):
 def test_what_no_origin_is(url):
     with pytest.raises(UsageError, match="--allow-origin is"):
         http.origin(url)
+
+
+def test_other_hosts_have_a_key():
+    listening, local = http.listen("0.0.0.0", 0, "secret")
+    listening.close()
+    assert not local
+    for host in ("localhost", "127.0.0.1"):
+        listening, local = http.listen(host, 0, None)
+        listening.close()
+        assert local
 
 
 def test_keys(running):
