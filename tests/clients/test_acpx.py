@@ -4,12 +4,14 @@ session's second turn knows nothing of its first."""
 import os
 import signal
 import subprocess
+import tempfile
 
 import pytest
 
 from tests.clients.conftest import folder, search_path
 from tests.clients.test_acp_sdk import command, edit
 
+DENIED = 5  # acpx's exit code
 RULES = [
     {"when": "hello\nmodel\n", "say": "Hello there."},
     {"when": "edit please\nmodel\n", "say": edit("two", "2")},
@@ -28,8 +30,8 @@ def acpx(tmp_path):
     if not (folder() / "node/node_modules/.bin/acpx").exists():
         pytest.skip("acpx is not there; .ci/clients installs it")
     (agent,) = command(tmp_path, *RULES)
-    home, work = tmp_path / "home", tmp_path / "work"
-    home.mkdir()
+    # Not below tmp_path, for which a socket's name would be too long.
+    home, work = tempfile.TemporaryDirectory(prefix="acpx"), tmp_path / "work"
     work.mkdir()
     (work / "a.txt").write_text("one\ntwo\n")
     program = ["acpx", "--ttl", "1", "--agent", agent]
@@ -38,7 +40,7 @@ def acpx(tmp_path):
         return subprocess.Popen(
             [*program, *arguments],
             cwd=work,
-            env=os.environ | {"PATH": search_path(), "HOME": str(home)},
+            env=os.environ | {"PATH": search_path(), "HOME": home.name},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -53,7 +55,8 @@ def acpx(tmp_path):
 
     run.start, run.file = start, work / "a.txt"
     run.prompts = lambda: (tmp_path / "script.json.prompts").read_text()
-    return run
+    with home:
+        yield run
 
 
 def begun(process):
@@ -74,7 +77,7 @@ def test_an_edit_is_approved(acpx):
 
 
 def test_an_edit_is_denied(acpx):
-    assert "As you like." in acpx("--approve-reads", "exec", "edit please")
+    assert "As you like." in acpx("exec", "edit please", code=DENIED)
     assert acpx.file.read_text() == "one\ntwo\n"
 
 
