@@ -146,10 +146,9 @@ def test_null_and_alias_parameters(ask):
 def test_logprobs(ask, client):
     (choice,) = ask(logprobs=True, top_logprobs=2).choices
     assert "".join(at.token for at in choice.logprobs.content) == choice.message.content
-    with client.chat.completions.stream(
-        model="default", messages=USER, max_tokens=12, temperature=0, logprobs=True, top_logprobs=2
-    ) as stream:
-        assert stream.get_final_completion().choices[0].logprobs.content == choice.logprobs.content
+    chunks = [chunk.choices[0] for chunk in ask(logprobs=True, top_logprobs=2, stream=True)]
+    found = [at for chunk in chunks if chunk.logprobs for at in chunk.logprobs.content]
+    assert found == choice.logprobs.content
     text = client.completions.create(model="default", prompt="x = ", max_tokens=3, logprobs=1)
     assert len(text.choices[0].logprobs.tokens) == 3
 
