@@ -16,6 +16,7 @@ from mlx_mtp.cli.backends import http
 from mlx_mtp.cli.backends.service import Busy, NotLoaded
 from mlx_mtp.errors import ContextError, FitError, LoadError, UsageError
 from tests.cli.web import ENDLESS, USER, Web, events, hang_up, service, until
+from tests.clients.scripted import STEP, ScriptedEngine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -472,14 +473,33 @@ def test_what_a_slow_reader_did_not_take_is_joined():
     assert last == ([{"content": "e"}], True)
 
 
-def test_who_does_not_read_makes_nobody_wait(web):
-    asked = ENDLESS | {"max_tokens": 120, "min_tokens": 120}
-    silent = web.open(COMPLETIONS, asked | {"stream": True})
-    assert web.complete(prompt="y")["usage"]["completion_tokens"] == 8
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """Says "word " over and over, and has next to no room on the way to its clients."""
+    log, rules = tmp_path_factory.mktemp("narrow") / "log", [{"say": "word ", "endless": True}]
+    web = Web(service(make=lambda pair: ScriptedEngine(pair, rules, log)), buffer=4096)
+    assert web.service.loaded.wait(30)
+    yield web
+    web.close()
+
+
+def test_who_does_not_read_makes_nobody_wait(narrow):
+    silent = narrow.open(COMPLETIONS, {"prompt": "x", "max_tokens": 6000, "stream": True})
+    assert narrow.complete(max_tokens=80)["usage"]["completion_tokens"] == 80
+    until(lambda: not narrow.service.running)
     *chunks, done = events(silent)
     assert done == "[DONE]"
-    text = said([json.loads(chunk) for chunk in chunks])
-    assert text == web.complete(**asked)["choices"][0]["text"]
+    assert said([json.loads(chunk) for chunk in chunks]).split() == ["word"] * 3000
+    assert len(chunks) < 6000 / STEP  # as many as steps would be if none were joined
+
+
+def test_who_does_not_read_and_goes_ends_its_stream(narrow):
+    cancelled = narrow.service.totals.requests["cancelled"]
+    silent = narrow.open(COMPLETIONS, {"prompt": "x", "max_tokens": 100_000, "stream": True})
+    (job,) = narrow.service._running.values()
+    until(lambda: len("".join(delta["text"] for delta in list(job._deltas))) > 1000)
+    hang_up(silent)
+    until(lambda: narrow.service.totals.requests["cancelled"] == cancelled + 1)
 
 
 # -- who may ask ----------------------------------------------------------------------------------

@@ -35,11 +35,13 @@ def until(true: Any, what: str = "") -> None:
 
 
 class Web:
-    """A server on a port of its own."""
+    """A server on a port of its own; `buffer`: bytes on the way to a client."""
 
-    def __init__(self, service: Service, **settings: Any) -> None:
-        self.service = service
+    def __init__(self, service: Service, buffer: int | None = None, **settings: Any) -> None:
+        self.service, self._buffer = service, buffer
         listening, _ = http.listen("127.0.0.1", 0, None)
+        if buffer is not None:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
         self.port = listening.getsockname()[1]
         app = http.app(service, http.Settings(**settings))
         self._server, self._thread = http.start(app, listening)
@@ -56,6 +58,11 @@ class Web:
         """The answer as far as its headers; its connection is `response.connection`."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=30)
         content = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
+        if self._buffer is not None:
+            connection.sock = socket.socket()
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._buffer)
+            connection.sock.settimeout(30)
+            connection.sock.connect(("127.0.0.1", self.port))
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         method = method or ("GET" if body is None else "POST")
         connection.request(method, path, content, sent)
