@@ -110,7 +110,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     folder()
     running = []
 
-    def start(rules: list[dict[str, Any]] | None) -> Server:
+    def start(rules: list[dict[str, Any]] | None, *options: str) -> Server:
         script = tmp_path / "script.json"
         script.write_text(json.dumps(rules))
         with socket.socket() as free:
@@ -118,9 +118,8 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
             server = Server(free.getsockname()[1], script)
         command = [sys.executable, "-m", "tests.clients.scripted", str(script), "serve"]
         log = (tmp_path / "serve.log").open("wb")
-        process = subprocess.Popen(
-            [*command, "--port", str(server.port)], cwd=ROOT, stdout=log, stderr=log
-        )
+        command += ["--port", str(server.port), *options]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         running.append(process)
         ends = time.monotonic() + 60
         while not server.ready():
@@ -160,7 +159,7 @@ def run(tmp_path: Path) -> Callable[..., Ran]:
             start_new_session=True,
         )
         try:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=300)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -22,7 +22,7 @@ def test_it_writes_a_file(serve, run):
 
 
 def test_it_lives_with_the_embedded_pair(serve, run):
-    server = serve(None)
+    server = serve(None, "--max-kv", "4096")
     ran = run("pi", server, TASK, most_tokens="64")
     assert ran.code in (0, 1), ran
     asked(server)
