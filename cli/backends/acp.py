@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mlx_mtp.generation import Piece
 
 NOT_FOUND = -32002
+USAGE = ("inputTokens", "outputTokens", "cachedReadTokens")
 ERROR = 1000  # characters of a client's error that the model is told
 THOUGHTS = {"off": False, "on": True}
 
@@ -125,10 +126,10 @@ class Prompt:
             self._step = None
         turn = cast("Turn | None", step.answer)
         message = turn.message() if turn else {"role": "assistant", "content": ""}
-        used = openai.usage(turn)
-        self._used["inputTokens"] += used["prompt_tokens"]
-        self._used["outputTokens"] += used["completion_tokens"]
-        self._used["cachedReadTokens"] += used["prompt_tokens_details"]["cached_tokens"]
+        if turn is not None:
+            stats = turn.request.stats
+            counts = (stats.prompt_tokens, stats.completion_tokens, stats.cached_tokens)
+            self._used.update(dict(zip(USAGE, counts, strict=True)))
         if cancelled is not None:
             self.session.messages.append(message)
             raise cancelled
@@ -139,7 +140,8 @@ class Prompt:
         future: Future[Any] = Future()
         with self._lock:
             self._check()
-            self._asked.add(future)
+            if method != agent.RUN:  # whose terminal would be nobody's
+                self._asked.add(future)
         try:
             self._connection.ask(method, {"sessionId": self.session.name, **params}, future)
             answer = future.result()
@@ -164,9 +166,8 @@ class Prompt:
             raise Cancelled("Request cancelled")
 
     def _stopped(self, reason: str) -> Message:
-        total = self._used["inputTokens"] + self._used["outputTokens"]
-        usage = {"cachedReadTokens": 0, **self._used, "totalTokens": total}
-        usage = {"inputTokens": 0, "outputTokens": 0} | usage
+        usage = {name: self._used[name] for name in USAGE}
+        usage["totalTokens"] = self._used["inputTokens"] + self._used["outputTokens"]
         return {"result": {"stopReason": reason, "usage": usage}}
 
 

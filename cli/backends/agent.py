@@ -99,15 +99,15 @@ def _call(client: Prompt, call: Message) -> str:
     """What the model is told of a call."""
     name, given = call["function"]["name"], json.loads(call["function"]["arguments"])
     tool = next((tool for tool in client.session.tools if tool.name == name), None)
-    what = str(next(iter(given.values()), "")) if isinstance(given, dict) else ""
+    what = given.get("path", given.get("command", ""))
     about: Message = {"toolCallId": call["id"], "kind": tool.kind if tool else "other"}
-    about |= {"title": f"{name} {what[:200]}".strip(), "rawInput": given}
+    about |= {"title": f"{name} {what}".strip(), "rawInput": given}
     client.update("tool_call", status="pending", **about)
     try:
         if tool is None:
             known = ", ".join(tool.name for tool in client.session.tools) or "none"
             raise ToolError(f"there is no tool {name}; the tools are: {known}")
-        text = tool.run(Call(client, tool, about), Left(given if isinstance(given, dict) else {}))
+        text = tool.run(Call(client, tool, about), Left(given))
     except (ToolError, UsageError) as error:
         text = f"error: {error}"
         content = [{"type": "content", "content": {"type": "text", "text": text}}]

@@ -303,6 +303,18 @@ def test_cancelling_while_the_client_is_asked(editor, told, text, at):
     assert "The user cancelled this." in told()
 
 
+def test_a_terminal_that_comes_after_the_cancel_is_released(editor):
+    editor.on["terminal/create"] = lambda params: None
+    session = editor.open()
+    editor.start(1, session, "run please")
+    created = editor.until(lambda m: m.get("method") == "terminal/create")
+    editor.stop(session)
+    editor.send({"jsonrpc": "2.0", "id": created["id"], "result": {"terminalId": "late"}})
+    assert editor.answer(1)["result"]["stopReason"] == "cancelled"
+    assert editor.asked[-1]["method"] == "terminal/release"
+    assert editor.asked[-1]["params"]["terminalId"] == "late"
+
+
 def test_a_permission_that_the_client_cancels(editor):
     editor.on["session/request_permission"] = lambda _: {"outcome": {"outcome": "cancelled"}}
     assert editor.prompt(editor.open(), "edit please")["stopReason"] == "cancelled"
