@@ -119,14 +119,20 @@ def test_i03_a_cut_is_length_and_the_default_budget_is_the_room(web, running):
     assert web.chat(max_tokens=None, stop=["a"])["choices"][0]["finish_reason"] == "stop"
 
 
+def test_i07_stop_is_a_text_or_a_list_or_null(web):
+    texts = [web.chat(max_tokens=30, temperature=0, stop=stop) for stop in ("a", ["a"], None, [])]
+    said = [found["choices"][0]["message"]["content"] for found in texts]
+    assert said[0] == said[1] == said[2].partition("a")[0] != said[2] == said[3]
+
+
 def test_i08_text_parts_are_joined(web):
-    halves = [{"type": "text", "text": text} for text in ("def gcd", "(a, b):")]
+    halves = [{"type": "text", "text": text} for text in ("def gcd", "(a, b", "", "):")]
     asked = {"temperature": 0, "return_token_ids": True}
     found = web.chat(messages=[{"role": "user", "content": halves}], **asked)
     assert found["choices"] == web.chat(**asked)["choices"]
 
 
-def test_i13_several_at_once_are_each_as_alone(web, running):
+def test_i12_i13_several_at_once_are_each_as_alone(web, running):
     asked = [
         {"prompt": f"def f{i}(x):", "max_tokens": 12 * (i + 1), "temperature": 0} for i in range(4)
     ]
@@ -210,7 +216,10 @@ def test_weights_that_were_let_go_come_back(running):
         ({"messages": [{"role": "foo", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         (body(temperature=-1), "temperature"),
+        ({"messages": [{"role": "user", "content": {}}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         (body(stop=""), "stop"),  # I07
+        (body(stop=[""]), "stop"),
         (body(stop=["a"] * 5), "stop"),
         (body(n=2), "n"),
         (body(tools=[{"type": "x"}]), "tools[0].type"),
