@@ -91,7 +91,7 @@ class Prompt:
             outcome = self._stopped("cancelled")
         except Exception as error:
             report(error)
-            outcome = {"error": failure(error)}
+            outcome = {"error": self._connection.failure(error)}
             if len(messages) == before:
                 messages.pop()  # so that a shorter one may be tried
             elif isinstance(error, ContextError):
@@ -189,6 +189,7 @@ class Connection(stdio.Endpoint):
         self._sessions: dict[str, agent.Session] = {}
         self._asked: dict[Any, tuple[str, Future[Any]]] = {}
         self._names = count()
+        self._refused = False
 
     def serve(self, read: Callable[[], bytes]) -> int:
         """Answers what is read until EOF, which cancels what is live then; the exit code."""
@@ -200,7 +201,7 @@ class Connection(stdio.Endpoint):
             time.sleep(0.01)
         self.writer.flush(max(until - time.monotonic(), 0))
         failed = self.service.failed
-        return 0 if failed is None else failed.exit_code
+        return failed.exit_code if failed is not None and self._refused else 0
 
     def put(self, message: Message) -> None:
         """WAITS while the client does not read."""
@@ -240,8 +241,13 @@ class Connection(stdio.Endpoint):
         for prompt in filter(which, list(self._live.values())):
             prompt.cancel()
 
-    def _failure(self, error: Exception) -> Message:
-        return failure(error)
+    def failure(self, error: Exception) -> Message:
+        """As of stdio, but for a code that is another thing here."""
+        found = super().failure(error)
+        if not isinstance(error, NotLoaded):
+            return found
+        self._refused = True
+        return found | {"code": stdio.INTERNAL}
 
     def _session(self, left: Left) -> agent.Session:
         name = need(left, "sessionId")
@@ -307,12 +313,6 @@ class Connection(stdio.Endpoint):
             raise Refused(stdio.INVALID, "the session is busy: cancel its turn, or wait for it")
         prompt = self._live[name] = Prompt(self, name, session)
         threading.Thread(target=prompt.run, args=(text,), daemon=True).start()
-
-
-def failure(error: Exception) -> Message:
-    """As of stdio, but for a code that is another thing here."""
-    found = stdio.failure_of(error)
-    return found | {"code": stdio.INTERNAL} if isinstance(error, NotLoaded) else found
 
 
 def options_of(session: agent.Session) -> list[Message]:

@@ -306,7 +306,7 @@ class Endpoint(ABC):
         """Whether a message without a method is the answer to a request of ours."""
         return False
 
-    def _failure(self, error: Exception) -> Message:
+    def failure(self, error: Exception) -> Message:
         return failure_of(error)
 
     def _say(self, message: Message, rpc: Rpc | None = None) -> None:
@@ -347,7 +347,7 @@ class Endpoint(ABC):
                 self._submit(name, method, params)
         except Exception as error:
             report(error)
-            self._say({"id": name, "error": self._failure(error)})
+            self._say({"id": name, "error": self.failure(error)})
 
 
 class Connection(Endpoint):
@@ -422,7 +422,7 @@ class Connection(Endpoint):
         bare = isinstance(message, dict) and "jsonrpc" not in message
         return _bare(message, number) if bare else message
 
-    def _failure(self, error: Exception) -> Message:
+    def failure(self, error: Exception) -> Message:
         self._refused |= isinstance(error, NotLoaded)
         return failure_of(error)
 
