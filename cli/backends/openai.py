@@ -130,6 +130,8 @@ def completion(given: Mapping[str, Any], draft_len: int | None = None) -> Body:
     left = Left({"max_tokens": MAX_TOKENS} | dict(given))
     _unicode(given)
     prompt = left.take("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        (prompt,) = prompt  # several prompts of which there is one
     ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
     if not isinstance(prompt, str) and not ids:
         raise UsageError(f"prompt is {shown(prompt)}; it must be a string or a list of token ids")

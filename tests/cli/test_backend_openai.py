@@ -228,6 +228,13 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=8,
 )
+
+
+@pytest.mark.parametrize("prompt", ["hi", [1, 2]])
+def test_a_list_of_one_prompt_is_that_prompt(prompt):
+    assert completion(prompt=[prompt]).prompt == prompt
+
+
 NAMES = [*openai.NUMBERS, "messages", "prompt", "tools", "stop", "seed", "draft_len", "logit_bias"]
 NAMES += ["tool_choice", "response_format", "stream_options", "chat_template_kwargs", "n", "model"]
 
