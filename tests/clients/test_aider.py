@@ -49,7 +49,7 @@ def test_a_diff_is_applied_and_committed(serve, run, repository):
 
 
 def test_it_lives_with_the_embedded_pair(serve, run, repository):
-    server = serve(None, "--max-kv", "6144")
+    server = serve(None, "--max-kv", "4864")
     ran = run("aider", server, TASK, most_tokens="64")
     assert ran.code == 0, ran
     asked(server)
