@@ -12,7 +12,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     as two processes take seconds to begin; nor do soaks, which measure."""
     given = config.option
     if (
-        getattr(given, "numprocesses", 0) is None
+        not hasattr(config, "workerinput")
+        and getattr(given, "numprocesses", 0) is None
         and config.args_source is not pytest.Config.ArgsSource.ARGS
         and given.markexpr == "not long"
         and not (given.keyword or given.collectonly or given.usepdb or given.lf)
