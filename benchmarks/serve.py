@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="streams (default: 8)")
     parser.add_argument("--tokens", type=int, default=48, help="of each (default: 48)")
     parser.add_argument("--repeats", type=int, default=3, help="runs a figure (default: 3)")
+    parser.add_argument("--least", type=float, default=0.0, help="x one by one, or it fails")
     given = parser.parse_args()
     lengths = [None if n == "auto" else int(n) for n in given.draft_len.split(",")]
     shape = SHAPES[given.pair]
@@ -177,6 +178,7 @@ def main() -> None:
                     assert texts == others == same, f"texts differ, draft length {k}"
                     if turn:
                         ratios[k].append((alone, together))
+            slow = False
             for k, pairs in ratios.items():
                 alone, together = (statistics.median(times) for times in zip(*pairs, strict=True))
                 speed = given.rows * given.tokens / together
@@ -184,12 +186,14 @@ def main() -> None:
                     f"draft {'auto' if k is None else k:>4}  one by one {alone:6.2f} s, "
                     f"at once {together:6.2f} s ({speed:.1f} tokens/s)  {alone / together:.2f}x"
                 )
+                slow |= alone < given.least * together
             for _ in range(given.repeats):
                 wait, usual, chunk = longest_wait(server, prompts[0], 8 * given.tokens)
                 print(
                     f"a prompt of {LONG} tokens joins: {wait:.3f} s between two events at most, "
                     f"{usual:.3f} s before; a chunk takes {chunk:.3f} s: {wait / chunk:.2f} chunks"
                 )
+    sys.exit(f"at once less than {given.least}x as fast" if slow else 0)
 
 
 if __name__ == "__main__":
