@@ -122,6 +122,8 @@ def propose(
         found, copied = copies.drafts(state.bonus, state.length, shape.draft_len)
         # -1 is no token: the target never chooses it.
         drafts = mx.where(copied[:, None] == 1, found, mx.pad(drafts, pad, constant_values=-1))
+    if drafts.size:
+        drafts = target.ranks.leaders(drafts)
     return Proposed(drafts, copied, *verify(target, layout, state, drafts, shape))
 
 
@@ -232,6 +234,13 @@ def accept(
     n = mx.minimum(mx.cumprod(right.astype(mx.int32), axis=-1).sum(-1), state.budget)
     if masks is not None:
         n = mx.where(alive[:, 0], n, -1)
+    tail = mx.stack([n, scores.finite.all(-1), copied], -1).astype(mx.int32)
+    chosen = mx.concatenate([tokens, tail], -1)
+    logprobs = logprobs_of(scores.logits, tokens, shape.logprobs)
+    if target.ranks.size > 1:
+        # A near tie may fall otherwise on another machine, and what then follows would not fit.
+        chosen = target.ranks.leaders(chosen)
+        tokens, n = chosen[:, : k + 1], chosen[:, k + 1]
     every = mx.arange(rows)
     kept = state.active == 1
     emitted = (mx.arange(k + 1) <= n[:, None]) * state.active[:, None]
@@ -242,10 +251,7 @@ def accept(
         length=state.length + (n + 1) * state.active,
         processors=count(state.processors, tokens, emitted),
     )
-    tail = [mx.stack([n, scores.finite.all(-1), copied], -1).astype(mx.int32)]
-    return after, RoundResult(
-        mx.concatenate([tokens, *tail], -1), logprobs_of(scores.logits, tokens, shape.logprobs)
-    )
+    return after, RoundResult(chosen, logprobs)
 
 
 def logprobs_of(

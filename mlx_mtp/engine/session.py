@@ -89,7 +89,13 @@ class Engine:
         self.draft_length = draft_length or AutoLength()
         self.prefill_chunk = prefill_chunk
         self.policy = Policy.for_device(compile, pipeline, drafter_device is not None)
-        self.layout = KVLayout(target.config.text, target.dtype, kv_bits, full_ways=full_ways or {})
+        self.layout = KVLayout(
+            target.config.text,
+            target.dtype,
+            kv_bits,
+            full_ways=full_ways or {},
+            kv_heads=target.kv_heads,
+        )
         self.memory = Memory(self.layout, memory_limit)
         self.context = min(target.config.text.max_position_embeddings, max_kv or 1 << 62)
         self.waits = 0  # how often the host waited for the device
