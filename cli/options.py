@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_mtp.cli.terminal import say
+from mlx_mtp.cli.terminal import farewells, launched, leave, say
 from mlx_mtp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -163,11 +164,22 @@ def load(
     if model is None and (revision or (drafter_revision and not drafter)):
         raise UsageError("a revision needs the --model or the --drafter that it is of")
 
+    from mlx_mtp import ranks
     from mlx_mtp.cli.view import Loading, human_bytes
+    from mlx_mtp.engine import lockstep
     from mlx_mtp.weights.load import load_pair
 
     # Nothing is drafted with 0, so a drafter that was not asked for need not be loaded.
     plain = no_drafter or (draft_length(draft_len) == 0 and drafter is None)
+    rank = launched()
+    if rank is not None:
+        refused = {"--exact": how.get("exact"), "--drafter-device": drafter_device}
+        for name, given in refused.items():
+            if given:
+                raise UsageError(f"{name} cannot be had on several ranks")
+        link = ranks.Link(leave)
+        how["ranks"] = link.ranks
+        quiet |= rank > 0
     loading = None if quiet else Loading()
     pair = load_pair(
         model,
@@ -179,6 +191,11 @@ def load(
         progress=progress or loading,
         **how,
     )
+    if rank is not None:
+        if rank > 0:
+            lockstep.follow(link, partial(lockstep.Follower, pair.target, pair.drafter, journal=link))
+        pair.journal = link
+        farewells.append(link.end)
     if loading is not None:
         loading.close()
     if model is None and not quiet:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from mlx_mtp.errors import MtpError
 
@@ -54,6 +54,34 @@ def emit(text: str) -> None:
         raise OutputClosed from None
     except OSError as error:
         raise MtpError(f"the text cannot be written to stdout: {error.strerror}") from None
+
+
+# What is to be done before the process ends, with its exit code.
+farewells: list[Callable[[int], None]] = []
+
+
+def leave(code: int, line: str | None = None) -> NoReturn:
+    """Ends the process, after a line, without waiting for the device or for a reader that has
+    gone."""
+    if line is not None:
+        say(line)
+    for farewell in farewells:
+        farewell(code)
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def launched() -> int | None:
+    """The rank of this process, where mlx.launch started several; None: it runs alone."""
+    rank = os.environ.get("MLX_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
+    return None if rank is None else int(rank)
+
+
+def follow_quietly() -> None:
+    """Another rank than 0 asks nothing and says nothing but errors."""
+    for number, how in ((0, os.O_RDONLY), (1, os.O_WRONLY)):
+        os.dup2(os.open(os.devnull, how), number)
 
 
 def speaks_ansi(stream: TextIO | None) -> bool:
@@ -134,7 +162,7 @@ class Signals:
         select.select([reader], [], [], self.grace)
         with suppress(Exception):
             self._last_words()
-        os._exit(128 + number)
+        leave(128 + number)
 
 
 signals = Signals()
