@@ -193,7 +193,9 @@ def load(
     )
     if rank is not None:
         if rank > 0:
-            lockstep.follow(link, partial(lockstep.Follower, pair.target, pair.drafter, journal=link))
+            lockstep.follow(
+                link, partial(lockstep.Follower, pair.target, pair.drafter, journal=link)
+            )
         pair.journal = link
         farewells.append(link.end)
     if loading is not None:

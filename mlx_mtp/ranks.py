@@ -44,6 +44,7 @@ class Link:
         self._leave = leave
         self._ended = False
         self._sending = threading.Lock()
+        self._differences: dict[int, int] = {}
         self._entries: queue.Queue[list[Entry]] = queue.Queue()
         self._read: deque[Entry] = deque()
         self._written: list[Entry] = []
@@ -94,6 +95,9 @@ class Link:
     def put_back(self, entry: Entry) -> None:
         self._read.appendleft(entry)
 
+    def report(self, differences: int) -> None:
+        self._send([("differences", differences)])
+
     def end(self, code: int) -> None:
         """Rank 0 ends, and the others with the same exit code."""
         self._ended = True
@@ -110,9 +114,14 @@ class Link:
         try:
             while True:
                 entries: list[Entry] = pickle.loads(link.recv_bytes())
-                if entries[0][0] == "end":
-                    self._leave(entries[0][1], None)
-                self._entries.put(entries)
+                what, given = entries[0]
+                if what == "end":
+                    self._leave(given, None)
+                elif what == "differences":
+                    self._differences[rank] = given
+                    self.ranks.differences = sum(self._differences.values())
+                else:
+                    self._entries.put(entries)
         except (EOFError, OSError):
             if not self._ended:
                 line = f"rank {rank} of {self.ranks.size} has gone, and this one ends with it"

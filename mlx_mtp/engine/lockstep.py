@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from mlx_mtp.engine.requests import Event, Grammar, Request
-from mlx_mtp.engine.session import Engine
+from mlx_mtp.engine.session import Engine, Flight
 from mlx_mtp.errors import MtpError
 
 T = TypeVar("T")
@@ -47,6 +47,9 @@ class Journal(Protocol):
         """WAITS for the next entry."""
 
     def put_back(self, entry: Entry) -> None: ...
+
+    def report(self, differences: int) -> None:
+        """Tell rank 0 in how many rounds this rank would have gone on otherwise."""
 
 
 class Leader(Engine):
@@ -93,6 +96,11 @@ class Leader(Engine):
     def calibrate(self, rounds: int = 4) -> None:
         self._tell("calibrate", rounds)
         super().calibrate(rounds)
+
+    def describe(self) -> dict[str, Any]:
+        ranks = self.target.ranks
+        shared = {"size": ranks.size, "messages": ranks.messages, "bytes": ranks.bytes}
+        return super().describe() | {"ranks": shared | {"differences": ranks.differences}}
 
     def _tell(self, what: str, given: Any = None) -> None:
         self._journal.write((what, given))
@@ -156,6 +164,16 @@ class Follower(Engine):
         if grammar:
             request.grammar = ReadGrammar(self._agree)
         self._queue(request)
+
+    def _read(self, flight: Flight) -> list[Event]:
+        events = super()._read(flight)
+        # Under a grammar, which only rank 0 knows, choosing otherwise means nothing.
+        narrowed = any(request.grammar for _, _, request in flight.rows)
+        differs = flight.result.differs
+        if differs is not None and not narrowed and differs.item():
+            self.target.ranks.differences += 1
+            self._journal.report(self.target.ranks.differences)
+        return events
 
 
 class ReadGrammar:

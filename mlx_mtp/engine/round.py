@@ -73,20 +73,23 @@ class Logprobs(NamedTuple):
 class RoundResult(NamedTuple):
     """tokens: int32 [B, k + 4], the k+1 tokens the target chose, how many drafts were accepted
     (the row emits one token more; -1: its grammar leaves nothing to say), 1 where the logits were
-    finite, 1 where the drafts were copied."""
+    finite, 1 where the drafts were copied. differs: bool, of several ranks, whether this one would
+    have drafted or chosen otherwise than rank 0."""
 
     tokens: mx.array
     logprobs: Logprobs | None
+    differs: mx.array | None = None
 
 
 class Proposed(NamedTuple):
     """drafts: int32 [B, k], of which -1 is none; copied: as in `RoundResult`; hidden [B, k+1, H]
-    and KV of the verify pass."""
+    and KV of the verify pass; differs: as in `RoundResult`."""
 
     drafts: mx.array
     copied: mx.array
     hidden: mx.array
     kv: Buffers
+    differs: mx.array | None = None
 
 
 def run_round(
@@ -122,9 +125,11 @@ def propose(
         found, copied = copies.drafts(state.bonus, state.length, shape.draft_len)
         # -1 is no token: the target never chooses it.
         drafts = mx.where(copied[:, None] == 1, found, mx.pad(drafts, pad, constant_values=-1))
-    if drafts.size:
-        drafts = target.ranks.leaders(drafts)
-    return Proposed(drafts, copied, *verify(target, layout, state, drafts, shape))
+    differs = None
+    if target.ranks.size > 1 and drafts.size:
+        own, drafts = drafts, target.ranks.leaders(drafts)
+        differs = (own != drafts).any()
+    return Proposed(drafts, copied, *verify(target, layout, state, drafts, shape), differs)
 
 
 def draft(
@@ -221,7 +226,7 @@ def accept(
 ) -> tuple[RoundState, RoundResult]:
     """Keeps the drafts up to the first that the target would not have chosen there, or behind
     which nothing can be said. `masks` [B, k+1, .] say what may be chosen, see `permit`."""
-    drafts, copied, hidden, kv = proposed
+    drafts, copied, hidden, kv, differs = proposed
     rows, k = drafts.shape
     places = state.length[:, None] + mx.arange(1, k + 2)
     said = counts_before(state.processors, drafts)
@@ -239,7 +244,9 @@ def accept(
     logprobs = logprobs_of(scores.logits, tokens, shape.logprobs)
     if target.ranks.size > 1:
         # A near tie may fall otherwise on another machine, and what then follows would not fit.
-        chosen = target.ranks.leaders(chosen)
+        own, chosen = chosen, target.ranks.leaders(chosen)
+        here = (own != chosen).any()
+        differs = here if differs is None else differs | here
         tokens, n = chosen[:, : k + 1], chosen[:, k + 1]
     every = mx.arange(rows)
     kept = state.active == 1
@@ -251,7 +258,7 @@ def accept(
         length=state.length + (n + 1) * state.active,
         processors=count(state.processors, tokens, emitted),
     )
-    return after, RoundResult(chosen, logprobs)
+    return after, RoundResult(chosen, logprobs, differs)
 
 
 def logprobs_of(

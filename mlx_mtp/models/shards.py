@@ -24,13 +24,15 @@ MATRIX = re.compile(r"layers\.(\d+)\.(self_attn|mlp|experts)\.(\w+)_proj\.")
 @dataclass
 class Ranks:
     """This process among `size` that run one model together; rank 0 leads. messages and bytes:
-    what it handed to collectives."""
+    what it handed to collectives. differences: rounds in which it would have gone on otherwise than
+    rank 0, as Macs of different generations may at a near tie; on rank 0, those of all others."""
 
     rank: int = 0
     size: int = 1
     group: mx.distributed.Group | None = None
     messages: int = 0
     bytes: int = 0
+    differences: int = 0
 
     def total(self, x: mx.array) -> mx.array:
         """The sum of all ranks' `x`."""
