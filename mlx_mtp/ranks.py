@@ -1,5 +1,5 @@
-"""The processes that `mlx.launch` starts: who is who, what rank 0 tells the others, and that all end
-when one does.
+"""The processes that `mlx.launch` starts: who is who, what rank 0 tells the others, and that all
+end when one does.
 
 Arrays go through `mx.distributed`. Beside it every rank holds one TCP connection to rank 0: it
 carries the journal of `engine.lockstep`, and it breaks when a process or a machine is gone.
@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
+from typing import cast
+
 import mlx.core as mx
 
 from mlx_mtp.engine.lockstep import Entry
@@ -75,7 +77,7 @@ class Link:
         padded = mx.array(list(message.ljust(CALL, b".")), dtype=mx.int32)
         with mx.stream(mx.cpu):
             heard = self.ranks.leaders(padded)
-            return bytes(heard.tolist())
+            return bytes(cast(list[int], heard.tolist()))
 
     # -- the journal ----------------------------------------------------------------------------
 

@@ -104,6 +104,7 @@ def load_pair(
             float32,
             others=others,
             quantized=bool(target.quantized),
+            kv_heads=target.module.kv_heads,
         )
         downloads: dict[Path, int] = {}
         for p, *_ in planned:  # both may go to one disk
@@ -113,7 +114,8 @@ def load_pair(
             fit.check_disk(size, disk)
     planned_bytes = sum(p.nbytes(in_float32) for p, in_float32, _ in planned)
     # A tenth of the weights is what activations and allocation take beside them, at the most.
-    headroom = fit.kv_bytes(target.text, mx.float32 if float32 else mx.bfloat16)
+    dtype = mx.float32 if float32 else mx.bfloat16
+    headroom = fit.kv_bytes(target.text, dtype, target.module.kv_heads)
     headroom += planned_bytes // 10
     restore_limits, limited = limit_memory(planned_bytes, headroom, data_folder() / "wired")
     try:
