@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from mlx_mtp.cli import (
+    acp,
     bench,
     chat,
     convert,
@@ -57,6 +58,7 @@ app.command(help=convert.HELP)(convert.convert)
 app.command(help=verify.HELP)(verify.verify)
 app.command(help=doctor.HELP)(doctor.doctor)
 app.command(help=stdio.HELP)(stdio.stdio)
+app.command(help=acp.HELP)(acp.acp)
 app.command(help=serve.HELP)(serve.serve)
 
 

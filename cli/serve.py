@@ -63,7 +63,7 @@ def serve(
 
     key = api_key(api_key_file)
     origins = tuple(http.origin(url) for url in allow_origin or ())
-    sockets, local = http.listen(host, port, key)
+    listening, local = http.listen(host, port, key)
     opened, length = service(
         model,
         revision,
@@ -85,9 +85,9 @@ def serve(
     settings = http.Settings(
         model, length, host if local else None, key, origins, max_body * 1_000_000
     )
-    _, thread = http.start(http.app(opened, settings), sockets)
+    _, thread = http.start(http.app(opened, settings), listening)
     shown = f"[{host}]" if ":" in host else host
-    say(f"listening on http://{shown}:{sockets[0].getsockname()[1]}/v1")
+    say(f"listening on http://{shown}:{listening.getsockname()[1]}/v1")
     opened.loaded.wait()
     known = opened.model
     if known is not None:

@@ -62,9 +62,9 @@ def stdio(
         max_queue,
         idle_unload,
     )
-    connection = Connection(opened, Writer(out, _gone), model, drafter, length)
+    connection = Connection(opened, Writer(out, gone), model, drafter, length)
     # Threads may be in native code, which an ordinary exit would pull the ground from under.
-    os._exit(connection.serve(_read if sys.stdin is not None else lambda: b""))
+    os._exit(connection.serve(read if sys.stdin is not None else lambda: b""))
 
 
 def take_stdout() -> int:
@@ -78,7 +78,7 @@ def take_stdout() -> int:
     return out
 
 
-def _read() -> bytes:
+def read() -> bytes:
     while True:
         try:
             return os.read(0, 1 << 20)
@@ -86,7 +86,7 @@ def _read() -> bytes:
             select.select([0], [], [])
 
 
-def _gone(error: OSError | None) -> NoReturn:
+def gone(error: OSError | None) -> NoReturn:
     if error is not None:
         say(f"the answers cannot be written to stdout: {error.strerror}")
     os._exit(0 if error is None else 1)

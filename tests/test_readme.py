@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -13,12 +14,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 USE = README[README.index("## Use") : README.index("## Models")]
-PAGES = [USE, *((ROOT / "docs" / name).read_text() for name in ("stdio.md", "bench.md"))]
+RUN = ("stdio.md", "bench.md", "serve.md")
+PAGES = [USE, *((ROOT / "docs" / name).read_text() for name in RUN)]
 BLOCKS = re.findall(r"```sh\n(.*?)```", "\n".join(PAGES), re.DOTALL)
 # `.ci/run` converts and verifies; nobody is to upload anything.
-APART = ("mlx-mtp convert ", "mlx-mtp verify ", "hf ")
+APART = ("mlx-mtp convert ", "mlx-mtp verify ", "hf ", "curl ")
+CURLS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("curl ")]
 LINES = [line for block in BLOCKS for line in block.splitlines() if not line.startswith(APART)]
 COMMANDS = [line for line in dict.fromkeys(LINES) if "~" not in line]
+PORT = 8765
 OF_HUB = re.compile(r"(--model|bench) (?P<model>[^\s-]\S*)")
 PROGRAM = re.search(r"```python\n(.*?)```", USE, re.DOTALL)[1]
 
@@ -58,6 +62,25 @@ def test_a_command_for_the_hub_is_well_formed(command):
     done = run(f"{command[:start]}/no/such/folder{command[end:]}")
     assert done.returncode == 3
     assert "/no/such/folder: no such folder" in done.stderr
+
+
+@pytest.mark.parametrize("command", dict.fromkeys(CURLS))
+def test_a_request_to_the_server_is_answered(command):
+    server = subprocess.Popen(
+        [sys.executable, "-m", "mlx_mtp.cli.main", "serve", "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    try:
+        port = re.search(r"http://127\.0\.0\.1:(\d+)", server.stderr.readline())[1]
+        assert f":{PORT}/" in command
+        done = run(command.replace(f":{PORT}/", f":{port}/"))
+    finally:
+        server.terminate()
+        server.communicate(timeout=20)
+    assert server.returncode == 143
+    assert "def gcd" in json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
 def test_the_program_runs():

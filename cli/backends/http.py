@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from mlx_mtp.generation import Answer, Piece
 
 Message = dict[str, Any]
+Work = Callable[[Request], Awaitable[Response]]
 Check = Callable[[Mapping[str, Any], int | None], openai.Body]
 # By the codes of `failure_of`, as far as they are not 500.
 STATUS = {-32700: 400, -32602: 400, -32001: 429, -32002: 503, -32003: 507}
@@ -67,29 +69,32 @@ class Settings:
 def app(service: Service, settings: Settings) -> Starlette:
     """Its endpoints answer in OpenAI's form, whatever goes wrong."""
     api = _Api(service, settings)
+    works: dict[str, Work] = {
+        "/health": api.health,
+        "/metrics": api.metrics,
+        "/openapi.json": api.openapi,
+        "/v1/models": api.models,
+        "/v1/models/{name:path}": api.model,
+        "/v1/chat/completions": partial(api.generate, openai.chat),
+        "/v1/completions": partial(api.generate, openai.completion),
+    }
     routes = [
-        Route(path, api.endpoint(work, free=path == "/health"), methods=[method])
-        for method, path, work in (
-            ("GET", "/health", api.health),
-            ("GET", "/metrics", api.metrics),
-            ("GET", "/openapi.json", api.openapi),
-            ("GET", "/v1/models", api.models),
-            ("GET", "/v1/models/{name:path}", api.model),
-            ("POST", "/v1/chat/completions", api.chat),
-            ("POST", "/v1/completions", api.completion),
+        Route(
+            path,
+            api.endpoint(work, free=path == "/health"),
+            methods=["POST" if path.endswith("completions") else "GET"],
         )
+        for path, work in works.items()
     ]
-    guards = [Middleware(_Guard, settings)]
-    if settings.origins:
-        guards.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=settings.origins,
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-                expose_headers=["Retry-After"],
-            )
-        )
+    guards = [
+        Middleware(_Guard, settings),
+        Middleware(
+            CORSMiddleware,
+            allow_origins=settings.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        ),
+    ]
     found = Starlette(
         routes=routes, middleware=guards, exception_handlers={HTTPException: _no_route}
     )
@@ -119,47 +124,30 @@ def origin(url: str) -> str:
     return url.lower()
 
 
-def listen(host: str, port: int, key: str | None) -> tuple[list[socket.socket], bool]:
-    """Sockets on which connections wait, and whether they are loopback's. Raises UsageError, also
-    for others where there is no key."""
+def listen(host: str, port: int, key: str | None) -> tuple[socket.socket, bool]:
+    """A socket on which connections wait, and whether it is loopback's. Raises UsageError, also for
+    another where there is no key."""
+    where = f"{host}:{port}"
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # Of several addresses one, of IPv4 if there is one.
+        family, *_, to = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        local = is_loopback(str(to[0]))
+        if not local and key is None:
+            raise UsageError(
+                f"--host {host} is not loopback: a key is needed (MLX_MTP_API_KEY, --api-key-file)"
+            )
+        return socket.create_server(to[:2], family=family, backlog=128), local
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"--host is {host!r}: {getattr(error, 'strerror', error)}") from None
-    addresses = list(dict.fromkeys((family, str(to[0])) for family, *_, to in found))
-    local = all(is_loopback(address.partition("%")[0]) for _, address in addresses)
-    if not local and key is None:
-        raise UsageError(
-            f"--host {host} is not loopback, so a key is needed: MLX_MTP_API_KEY or --api-key-file"
-        )
-    sockets: list[socket.socket] = []
-    for family, address in addresses:
-        try:
-            sockets.append(socket.create_server((address, port), family=family, backlog=128))
-        except OSError as error:
-            why = (error.strerror or str(error)).lower()
-            raise UsageError(f"--port {port} at {address}: {why}; try another --port") from None
-        port = sockets[0].getsockname()[1]
-    return sockets, local
+        why = (getattr(error, "strerror", None) or str(error)).partition(" (")[0].lower()
+        raise UsageError(f"{where}: {why}; see --host and --port") from None
 
 
-def start(app: Starlette, sockets: list[socket.socket]) -> tuple[uvicorn.Server, threading.Thread]:
+def start(app: Starlette, listening: socket.socket) -> tuple[uvicorn.Server, threading.Thread]:
     """Answers in a thread, so that signals stay the main one's."""
-    config = uvicorn.Config(
-        app,
-        loop="asyncio",
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="critical",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE,
-    )
+    how: Message = {"log_config": None, "log_level": "critical", "timeout_keep_alive": KEEP_ALIVE}
+    config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", **how)
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=(sockets,), name="http", daemon=True)
+    thread = threading.Thread(target=server.run, args=([listening],), name="http", daemon=True)
     thread.start()
     return server, thread
 
@@ -188,7 +176,9 @@ def dumps(content: Message) -> bytes:
     return json.dumps(content, allow_nan=False).encode()
 
 
-def answer(content: Message, status: int = 200, headers: Mapping[str, str] = {}) -> Response:
+def answer(
+    content: Message, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     return Response(dumps(content), status, headers, "application/json")
 
 
@@ -216,14 +206,13 @@ class _Guard:
         headers = Request(scope).headers
         host, origin = headers.get("host", ""), headers.get("origin")
         if not known_host(host, self._settings.host):
-            error = HTTPException(403, f"the Host header is {openai.shown(host)}, not loopback's")
-            await refusal(error)(scope, receive, send)
+            why = f"the Host header is {openai.shown(host)}, not loopback's"
         elif origin is not None and origin not in self._settings.origins:
-            shown = openai.shown(origin)
-            error = HTTPException(403, f"web pages of {shown} may not ask: see --allow-origin")
-            await refusal(error)(scope, receive, send)
+            why = f"web pages of {openai.shown(origin)} may not ask: see --allow-origin"
         else:
             await self._app(scope, receive, send)
+            return
+        await refusal(HTTPException(403, why))(scope, receive, send)
 
 
 class _Api:
@@ -231,16 +220,15 @@ class _Api:
         self._service, self._settings = service, settings
         self._started = int(time.time())
 
-    def endpoint(
-        self, work: Callable[[Request], Awaitable[Response]], *, free: bool
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def endpoint(self, work: Work, *, free: bool) -> Work:
         async def answered(request: Request) -> Response:
             try:
                 if not free:
                     self._authorize(request.headers.get("authorization", ""))
                 return await work(request)
             except Exception as error:
-                report(error)
+                if not isinstance(error, HTTPException):
+                    report(error)
                 return refusal(error)
 
         return answered
@@ -262,13 +250,7 @@ class _Api:
         openai.check_model(request.path_params["name"], self._names())
         return answer(self._model())
 
-    async def chat(self, request: Request) -> Response:
-        return await self._generate(request, openai.chat)
-
-    async def completion(self, request: Request) -> Response:
-        return await self._generate(request, openai.completion)
-
-    async def _generate(self, request: Request, check: Check) -> Response:
+    async def generate(self, check: Check, request: Request) -> Response:
         content = await self._read(request)
         body = await asyncio.to_thread(self._checked, content, check)
         job = _Asked(body, self._service, self._names)
@@ -327,7 +309,7 @@ class _Asked(Job):
 
     def __init__(self, body: openai.Body, service: Service, names: Callable[[], list[str]]) -> None:
         self.body = body
-        self.result: Message | None = None
+        self.result: Message = {}
         self.error: Exception | None = None
         self._service, self._names = service, names
         self._deltas: list[Message] = []
@@ -353,8 +335,7 @@ class _Asked(Job):
         self._tell()
 
     def end(self, error: Exception | None) -> None:
-        if error is None and self.answer is not None and not self.body.stream:
-            assert self._service.model is not None
+        if error is None and self.answer is not None and self._service.model is not None:
             self.result = self.body.result(self.answer, self._service.model.tokenizer)
         with self._lock:
             self.error, self._over = error, True
@@ -391,7 +372,7 @@ class _Answering(Response):
             deltas, over = await job.news(self._silence_s if job.body.stream else None)
             if job.error is not None and not deltas:
                 await refusal(job.error)(scope, receive, send)
-            elif job.result is not None:
+            elif not job.body.stream:
                 await answer(job.result)(scope, receive, send)
             else:
                 await self._stream(send, deltas, over)
@@ -404,6 +385,14 @@ class _Answering(Response):
             pass
         self._service.cancel(self._job)
 
+    def _last_chunks(self) -> list[Message]:
+        """What there is beside the text, as logprobs, comes with the finish reason."""
+        assert self._job.answer is not None
+        last, *counted = self._job.body.last_chunks(self._job.answer)
+        (choice,) = self._job.result["choices"]
+        last["choices"][0] |= {k: v for k, v in choice.items() if k not in ("message", "text")}
+        return [last | {"mlx_mtp": self._job.result["mlx_mtp"]}, *counted]
+
     async def _stream(self, send: Send, deltas: list[Message], over: bool) -> None:
         job, body = self._job, self._job.body
         await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
@@ -413,7 +402,7 @@ class _Answering(Response):
             said = b""
             if job.answer is not None:
                 chunks = [body.chunk(job.answer, delta) for delta in deltas]
-                chunks += body.last_chunks(job.answer) if over and job.error is None else []
+                chunks += self._last_chunks() if over and job.error is None else []
                 said = b"".join(b"data: %b\n\n" % dumps(chunk) for chunk in chunks)
                 deltas = []
             if over:

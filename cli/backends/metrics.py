@@ -10,42 +10,31 @@ TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def text(service: Service) -> str:
+    """Counts of requests, tokens and rounds are of requests that ended; positions from 1 on."""
     totals = service.totals
-    lines: list[str] = []
-
-    def add(name: str, kind: str, about: str, values: Mapping[str, float], label: str = "") -> None:
-        lines.append(f"# HELP mlx_mtp_{name} {about}\n# TYPE mlx_mtp_{name} {kind}")
-        for key, value in sorted(values.items()):
-            at = f'{{{label}="{key}"}}' if label else ""
-            lines.append(f"mlx_mtp_{name}{at} {value}")
-
-    def positions(counts: Mapping[int, int]) -> dict[str, float]:
-        return {str(i + 1): count for i, count in dict(counts).items()}
-
-    ended = dict(totals.requests)
-    add("requests_total", "counter", "Requests that ended, by how.", ended, "finish_reason")
-    for name in COUNTED:
-        add(f"{name}_total", "counter", ABOUT[name], {"": totals.tokens[name]})
-    for kind, counts in (
-        ("drafted", totals.drafted_by_position),
-        ("accepted", totals.accepted_by_position),
-    ):
-        about = f"Tokens {kind}, by their place in a round's draft."
-        add(f"{kind}_by_position_total", "counter", about, positions(counts), "position")
-    add("prefill_seconds_total", "counter", "Until first tokens.", {"": totals.prefill_s})
-    add("decode_seconds_total", "counter", "After first tokens.", {"": totals.decode_s})
-    add("requests_running", "gauge", "Requests in the batch.", {"": service.running})
-    add("requests_waiting", "gauge", "Requests in the queue.", {"": service.waiting})
-    add("model_loaded", "gauge", "1 where weights are loaded.", {"": int(service.state == "ready")})
-    add("memory_bytes", "gauge", "As MLX counts it, and of KV.", service.memory(), "kind")
+    counters: list[tuple[str, str, Mapping[str, float]]] = [
+        ("requests_total", "finish_reason", dict(totals.requests)),
+        *((f"{name}_total", "", {"": totals.tokens[name]}) for name in COUNTED),
+        ("drafted_by_position_total", "position", _positions(totals.drafted_by_position)),
+        ("accepted_by_position_total", "position", _positions(totals.accepted_by_position)),
+        ("prefill_seconds_total", "", {"": totals.prefill_s}),
+        ("decode_seconds_total", "", {"": totals.decode_s}),
+    ]
+    gauges: list[tuple[str, str, Mapping[str, float]]] = [
+        ("requests_running", "", {"": service.running}),
+        ("requests_waiting", "", {"": service.waiting}),
+        ("model_loaded", "", {"": int(service.state == "ready")}),
+        ("memory_bytes", "kind", service.memory()),
+    ]
+    lines = []
+    for kind, rows in (("counter", counters), ("gauge", gauges)):
+        for name, label, values in rows:
+            lines.append(f"# TYPE mlx_mtp_{name} {kind}")
+            for key, value in sorted(values.items()):
+                at = f'{{{label}="{key}"}}' if label else ""
+                lines.append(f"mlx_mtp_{name}{at} {value}")
     return "\n".join(lines) + "\n"
 
 
-ABOUT = {
-    "prompt_tokens": "Tokens of prompts.",
-    "cached_tokens": "Of them, those whose KV was there already.",
-    "completion_tokens": "Tokens of answers.",
-    "rounds": "Rounds of drafting and verifying.",
-    "drafted": "Tokens drafted.",
-    "accepted": "Of them, those the target agreed with.",
-}
+def _positions(counts: Mapping[int, int]) -> dict[str, float]:
+    return {str(i + 1): count for i, count in dict(counts).items()}

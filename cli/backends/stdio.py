@@ -15,8 +15,9 @@ import queue
 import select
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -282,7 +283,74 @@ class Rpc(Job):
         self._connection.writer.put(Line(message, self, delta))
 
 
-class Connection:
+class Endpoint(ABC):
+    """What every front end makes of a line. `_live`: requests that were not answered yet, by id;
+    `_methods` are answered at once."""
+
+    def __init__(self, writer: Writer, methods: Mapping[str, Callable[[Message], Any]]) -> None:
+        self.writer, self._methods = writer, methods
+        self._live: dict[Any, Any] = {}
+
+    @abstractmethod
+    def _submit(self, name: Any, method: str, params: Message) -> None:
+        """A request for another method."""
+
+    @abstractmethod
+    def _notified(self, method: str, params: Any) -> None:
+        """A message that nobody waits for an answer to."""
+
+    def _understood(self, message: Any, number: int) -> Any:
+        return message
+
+    def _answered(self, name: Any, message: Message) -> bool:
+        """Whether a message without a method is the answer to a request of ours."""
+        return False
+
+    def failure(self, error: Exception) -> Message:
+        return failure_of(error)
+
+    def _say(self, message: Message, rpc: Rpc | None = None) -> None:
+        self.writer.put(Line(message, rpc), LINES + ANSWERS)
+
+    def _receive(self, line: bytes | None, number: int) -> None:
+        name = None
+        try:
+            if line is None:
+                raise Refused(PARSE, f"the line is longer than {MAX_LINE} bytes")
+            if not line.strip():
+                return
+            message = self._understood(parse(line), number)
+            if isinstance(message, list):
+                raise Refused(INVALID, "batches are not taken: send one request a line")
+            if not isinstance(message, dict):
+                raise Refused(INVALID, "a message is an object")
+            given = message.get("id")
+            if isinstance(given, bool) or not isinstance(given, (str, int, float, type(None))):
+                raise Refused(INVALID, "id must be a string, a number or null")
+            if "method" not in message and self._answered(given, message):
+                return
+            if "id" in message and given in self._live:
+                # Not with that id, or the first request would take it for its answer.
+                raise Refused(INVALID, f"the id {given!r} is that of a request not answered yet")
+            name = given
+            method, params = message.get("method"), message.get("params", {})
+            if message.get("jsonrpc") != "2.0" or not isinstance(method, str):
+                raise Refused(INVALID, 'a request has "jsonrpc": "2.0" and a method')
+            if "id" not in message:
+                self._notified(method, params)
+                return
+            if not isinstance(params, dict):
+                raise UsageError("params must be an object")
+            if method in self._methods:
+                self._say({"id": name, "result": self._methods[method](params)})
+            else:
+                self._submit(name, method, params)
+        except Exception as error:
+            report(error)
+            self._say({"id": name, "error": self.failure(error)})
+
+
+class Connection(Endpoint):
     """One client. `model` and `drafter` are what was asked for, until what was loaded is known;
     `draft_len` is that of requests which name none."""
 
@@ -294,15 +362,7 @@ class Connection:
         drafter: str | None = None,
         draft_len: int | None = None,
     ) -> None:
-        self.service, self.writer = service, writer
-        self._model, self._drafter = model, drafter
-        self._draft_len = draft_len
-        self._started = int(time.time())
-        self._live: dict[Any, Rpc] = {}
-        self._counts: queue.Queue[Rpc | None] = queue.Queue(LINES)
-        self._ended = threading.Event()
-        self._closing = self._over = self._refused = False
-        self._methods: dict[str, Callable[[Message], Any]] = {
+        methods = {
             "initialize": self._initialize,
             "models.list": self._models,
             "session.close": self._close_session,
@@ -310,6 +370,14 @@ class Connection:
             "exit": self._exit,
             "$/cancel_request": self._cancel,
         }
+        super().__init__(writer, methods)
+        self.service = service
+        self._model, self._drafter = model, drafter
+        self._draft_len = draft_len
+        self._started = int(time.time())
+        self._counts: queue.Queue[Rpc | None] = queue.Queue(LINES)
+        self._ended = threading.Event()
+        self._closing = self._over = self._refused = False
         for work in (self._tick, self._count):
             threading.Thread(target=work, daemon=True).start()
 
@@ -350,43 +418,13 @@ class Connection:
 
     # -- the reader -----------------------------------------------------------------------------
 
-    def _receive(self, line: bytes | None, number: int) -> None:
-        name = None
-        try:
-            if line is None:
-                raise Refused(PARSE, f"the line is longer than {MAX_LINE} bytes")
-            if not line.strip():
-                return
-            message = parse(line)
-            if isinstance(message, dict) and "jsonrpc" not in message:
-                message = _bare(message, number)
-            if isinstance(message, list):
-                raise Refused(INVALID, "batches are not taken: send one request a line")
-            if not isinstance(message, dict):
-                raise Refused(INVALID, "a message is an object")
-            given = message.get("id")
-            if isinstance(given, bool) or not isinstance(given, (str, int, float, type(None))):
-                raise Refused(INVALID, "id must be a string, a number or null")
-            if "id" in message and given in self._live:
-                # Not with that id, or the first request would take it for its answer.
-                raise Refused(INVALID, f"the id {given!r} is that of a request not answered yet")
-            name = given
-            method, params = message.get("method"), message.get("params", {})
-            if message.get("jsonrpc") != "2.0" or not isinstance(method, str):
-                raise Refused(INVALID, 'a request has "jsonrpc": "2.0" and a method')
-            if "id" not in message:
-                self._notified(method, params)
-                return
-            if not isinstance(params, dict):
-                raise UsageError("params must be an object")
-            if method in self._methods:
-                self._say({"id": name, "result": self._methods[method](params)})
-            else:
-                self._submit(name, method, params)
-        except Exception as error:
-            report(error)
-            self._refused |= isinstance(error, NotLoaded)
-            self._say({"id": name, "error": failure_of(error)})
+    def _understood(self, message: Any, number: int) -> Any:
+        bare = isinstance(message, dict) and "jsonrpc" not in message
+        return _bare(message, number) if bare else message
+
+    def failure(self, error: Exception) -> Message:
+        self._refused |= isinstance(error, NotLoaded)
+        return failure_of(error)
 
     def _notified(self, method: str, params: Any) -> None:
         """Nobody is told what comes of a notification, so a prompt in one is not answered."""
@@ -417,9 +455,6 @@ class Connection:
         except (MtpError, queue.Full) as error:
             del self._live[name]
             raise error if isinstance(error, MtpError) else Busy("too many tokens.count") from None
-
-    def _say(self, message: Message, rpc: Rpc | None = None) -> None:
-        self.writer.put(Line(message, rpc), LINES + ANSWERS)
 
     # -- methods that are answered at once ------------------------------------------------------
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_mtp.engine import policy
 from mlx_mtp.measure import tune as measuring
 from mlx_mtp.measure.bench import RoundCost
 
@@ -14,6 +15,7 @@ from mlx_mtp.measure.bench import RoundCost
 @pytest.fixture
 def tune(inside, model, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setattr(policy.Clock, "OUTSIDE", 1.0)  # something may run beside
     monkeypatch.setattr(measuring, "ANSWER", 24)
     monkeypatch.setattr(measuring, "prompts", lambda: {"code": ["def f(x):"]})
     costs = [RoundCost("", k, 0.002 * k, 0.01, 0.001) for k in range(9)]

@@ -13,7 +13,7 @@ from mlx_mtp.engine.sampling import Sampling
 from mlx_mtp.engine.session import Engine as Plain
 from mlx_mtp.errors import FitError, UsageError
 
-from .pairs import PROMPT, VOCAB, WINDOW, Engine, make_drafter, make_target, plain, run
+from .pairs import PROMPT, VOCAB, WINDOW, Engine, follows, make_drafter, make_target, plain, run
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_joins_put_no_more_rounds_in_flight(target, seed):
     """A long row decodes while others join, are cancelled and gone on from: a stop is seen one
     round late at most, so that what a ring still has to hold is never overwritten."""
     rng = random.Random(seed)
-    long = Request(PROMPT, 250, draft_len=rng.choice([0, 8]))
+    long = Request(PROMPT, 140, draft_len=rng.choice([0, 8]))
     engine = Engine(target, make_drafter(), rows=2)
     engine.add(long)
     finished = []
@@ -179,10 +179,11 @@ def test_joins_put_no_more_rounds_in_flight(target, seed):
         prompt = prompt + request.tokens + [rng.randrange(VOCAB)]
         if len(prompt) > 60:
             prompt = [rng.randrange(VOCAB), 1]
-    assert long.tokens == plain(target, PROMPT, 250)
+    assert len(long.tokens) == 140
+    assert follows(target, PROMPT, long.tokens)
     assert any(request.stats.cached_tokens for request in finished)
     for request in finished[::3]:
-        assert request.tokens == plain(target, request.prompt, 30)[: len(request.tokens)]
+        assert follows(target, request.prompt, request.tokens)
 
 
 def test_memory_is_planned_for_all_rows_that_wait(target):

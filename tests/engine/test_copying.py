@@ -67,7 +67,7 @@ class Always:
 @pytest.fixture(scope="module")
 def looping():
     """A target whose text runs into a loop, so that copies are right for long."""
-    for seed in range(1, 40):
+    for seed in range(8, 40):  # the first that does
         target = make_target(seed, final_logit_softcapping=5.0)
         text = plain(target, PROMPT, 120)
         if text[-40:] == text[-80:-40] or text[60:90] == text[90:120]:

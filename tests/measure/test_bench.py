@@ -40,7 +40,7 @@ def swept(pair: Pair) -> tuple[Report, list[list[Question]]]:
         draft_lens=(3, None),
         batches=(1, 2),
         temps=(0.0, 0.8),
-        max_tokens=20,
+        max_tokens=12,
         repeats=1,
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -26,6 +26,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def data(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setattr(policy.Clock, "OUTSIDE", 1.0)  # something may run beside
     monkeypatch.setattr(measuring, "ANSWER", 24)
     monkeypatch.setattr(measuring, "prompts", lambda: {"code": ["def f(x):"]})
     monkeypatch.setattr(measuring, "round_costs", lambda *_: [])

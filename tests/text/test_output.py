@@ -282,6 +282,6 @@ def test_a_long_answer_costs_what_its_tokens_cost(tiny):
     quote, *marks = (tiny.control[t] for t in ('<|"|>', "<|channel>", "<tool_call|>"))
     call = [tiny.control["<|tool_call>"], *tiny.encode("call:f{a:", bos=False), quote]
     for ids in (x, [marks[0], *x], [*call, *x], [*call, *marks * 15_000], marks * 15_000):
-        started = time.perf_counter()
+        started = time.process_time()
         texts(tiny, ids, tools=True, stops=["xxxy"])
-        assert time.perf_counter() - started < 3
+        assert time.process_time() - started < 3

@@ -123,6 +123,6 @@ def test_anything_gives_arguments_that_json_can_hold_or_no_call(text):
 def test_e20_no_text_takes_long(before, piece):
     for end in ("", "]}", ' "]}', "  1"):
         text = (before + piece * (50_000 // len(piece)) + end).replace('"', QUOTE)
-        started = time.perf_counter()
+        started = time.process_time()
         parse(text)
-        assert time.perf_counter() - started < 1
+        assert time.process_time() - started < 1
