@@ -250,6 +250,8 @@ def read_prompt(argument: str | None, file: Path | None, *, raw: bool) -> str:
 
 
 def _stdin(*, asked: bool) -> str:
+    if launched() is not None:
+        raise UsageError("mlx.launch passes no end of stdin on: give PROMPT or --prompt-file")
     if sys.stdin is None or (sys.stdin.isatty() and not asked):
         raise UsageError("there is no prompt: give PROMPT, --prompt-file, or pipe one in")
     try:

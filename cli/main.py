@@ -48,6 +48,8 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+# Where mlx.launch starts several ranks, the others are run by rank 0 alone.
+TOGETHER = ("generate", "chat", "bench", "stdio", "acp", "serve")
 app.command(help=generate.HELP)(generate.generate)
 app.command(help=chat.HELP)(chat.chat)
 app.command(help=plan.HELP)(plan.plan)
@@ -67,6 +69,8 @@ def main(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
+    if launched() and not version and context.invoked_subcommand not in TOGETHER:
+        raise typer.Exit()
     if version:
         from importlib.metadata import version as installed
 

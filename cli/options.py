@@ -178,6 +178,7 @@ def load(
             if given:
                 raise UsageError(f"{name} cannot be had on several ranks")
         link = ranks.Link(leave)
+        farewells.append(link.end)
         how["ranks"] = link.ranks
         quiet |= rank > 0
     loading = None if quiet else Loading()
@@ -188,7 +189,7 @@ def load(
         drafter_revision=drafter_revision,
         drafter_bits=None if plain else drafter_bits,
         drafter_device=None if plain else drafter_device,
-        progress=progress or loading,
+        progress=None if rank else progress or loading,
         **how,
     )
     if rank is not None:
@@ -197,7 +198,6 @@ def load(
                 link, partial(lockstep.Follower, pair.target, pair.drafter, journal=link)
             )
         pair.journal = link
-        farewells.append(link.end)
     if loading is not None:
         loading.close()
     if model is None and not quiet:

@@ -13,12 +13,14 @@ import pickle
 import queue
 import secrets
 import socket
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
-from typing import cast
+from typing import NoReturn, cast
 
 import mlx.core as mx
 
@@ -26,9 +28,11 @@ from mlx_mtp.engine.lockstep import Entry
 from mlx_mtp.errors import MtpError
 from mlx_mtp.models.shards import Ranks
 
+COLLECTIVE = ("[ring]", "[jaccl]", "[mpi]")  # how their errors begin
 KEY = 32  # bytes that a rank proves to know
 CALL = 256  # bytes in which rank 0 says where it listens
 SILENT = 2  # seconds after which a machine that does not answer is asked, and asked again
+GIVE_UP = 2 * SILENT  # seconds that what was sent may go unanswered
 
 
 class Link:
@@ -37,7 +41,7 @@ class Link:
     thread may then be waiting in a collective for good. WAITS until all ranks are there. Raises
     MtpError."""
 
-    def __init__(self, leave: Callable[[int, str | None], None]) -> None:
+    def __init__(self, leave: Callable[[int, str | None], NoReturn]) -> None:
         try:
             group = mx.distributed.init(strict=True)
         except RuntimeError as error:
@@ -45,6 +49,7 @@ class Link:
         self.ranks = Ranks(group.rank(), group.size(), group)
         self._leave = leave
         self._ended = False
+        self.engine = -1
         self._sending = threading.Lock()
         self._differences: dict[int, int] = {}
         self._entries: queue.Queue[list[Entry]] = queue.Queue()
@@ -101,9 +106,17 @@ class Link:
         self._send([("differences", differences)])
 
     def end(self, code: int) -> None:
-        """Rank 0 ends, and the others with the same exit code."""
-        self._ended = True
-        self._send([("end", code)])
+        """This rank ends, and the others with the same exit code."""
+        if not self._ended:
+            self._ended = True
+            self._send([("end", code)])
+
+    def lost(self, error: RuntimeError) -> NoReturn:
+        text = str(error)
+        if text.startswith(COLLECTIVE):
+            time.sleep(0.5)  # the connections may know better which one
+            text = f"another rank of {self.ranks.size} has gone"
+        self._leave(1, f"{text}, and this one ends with it")
 
     def _send(self, entries: list[Entry]) -> None:
         packed = pickle.dumps(entries)
@@ -118,6 +131,7 @@ class Link:
                 entries: list[Entry] = pickle.loads(link.recv_bytes())
                 what, given = entries[0]
                 if what == "end":
+                    self._ended |= not self.leads  # who leads passes it on
                     self._leave(given, None)
                 elif what == "differences":
                     self._differences[rank] = given
@@ -144,7 +158,12 @@ def _address() -> str:
 def _watched(link: Connection) -> Connection:
     """Small messages go at once, and a machine that fell silent is noticed."""
     idle = getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", 0x10))
+    waiting = getattr(socket, "TCP_USER_TIMEOUT", None)  # in ms; TCP_RXT_CONNDROPTIME in seconds
     with socket.socket(fileno=os.dup(link.fileno())) as s:
+        if waiting is not None:
+            s.setsockopt(socket.IPPROTO_TCP, waiting, 1000 * GIVE_UP)
+        elif sys.platform == "darwin":
+            s.setsockopt(socket.IPPROTO_TCP, 0x80, GIVE_UP)
         s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         s.setsockopt(socket.IPPROTO_TCP, idle, SILENT)

@@ -9,7 +9,9 @@ others read them there, in the same order, and wait for nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
 from typing import Any, NoReturn, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -33,10 +35,13 @@ SENT = (
 )
 # Of an engine's arguments those that every rank needs to be the same.
 ALIKE = ("rows", "prefill_chunk", "kv_bits", "cache_bytes", "max_kv", "compile", "pipeline")
+_numbers = count()
 
 
 class Journal(Protocol):
-    """From rank 0 to the others, in order."""
+    """From rank 0 to the others, in order. engine: the number of the one whose entries follow."""
+
+    engine: int
 
     def write(self, entry: Entry) -> None: ...
 
@@ -51,6 +56,17 @@ class Journal(Protocol):
     def report(self, differences: int) -> None:
         """Tell rank 0 in how many rounds this rank would have gone on otherwise."""
 
+    def lost(self, error: RuntimeError) -> NoReturn:
+        """The device failed, or a collective did: which of them the others are in is not known."""
+
+
+@contextmanager
+def _together(journal: Journal) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        journal.lost(error)
+
 
 class Leader(Engine):
     """Rank 0's engine; arguments as `Engine`, and the journal that it writes."""
@@ -60,7 +76,9 @@ class Leader(Engine):
         self._journal = journal
         self._names: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._named = 0
-        self._tell("engine", {name: how[name] for name in ALIKE if name in how})
+        self._number = journal.engine = next(_numbers)
+        alike = {name: how[name] for name in ALIKE if name in how}
+        self._tell("make", (self._number, alike))
 
     def add(self, request: Request) -> None:
         super().add(request)
@@ -76,7 +94,8 @@ class Leader(Engine):
     def step(self) -> list[Event]:
         self._tell("step")
         try:
-            return super().step()
+            with _together(self._journal):
+                return super().step()
         finally:
             self._journal.send()
 
@@ -90,6 +109,7 @@ class Leader(Engine):
         super().forget(session)
 
     def close(self) -> None:
+        """An engine that others were made beside is not used again."""
         super().close()
         self._tell("close")
 
@@ -103,6 +123,9 @@ class Leader(Engine):
         return super().describe() | {"ranks": shared | {"differences": ranks.differences}}
 
     def _tell(self, what: str, given: Any = None) -> None:
+        if self._journal.engine != self._number:
+            self._journal.engine = self._number
+            self._journal.write(("engine", self._number))
         self._journal.write((what, given))
         self._journal.send()
 
@@ -157,6 +180,10 @@ class Follower(Engine):
         found: T = entry[1]
         return found
 
+    def step(self) -> list[Event]:
+        with _together(self._journal):
+            return super().step()
+
     def take_over(self, request: Request, stops: bool, grammar: bool) -> None:
         """Queue what rank 0's engine found room for."""
         if stops:
@@ -193,12 +220,18 @@ class ReadGrammar:
 def follow(journal: Journal, make: Callable[..., Follower]) -> NoReturn:
     """Do what the journal says, until the process ends. `make` makes an engine of rank 0's
     arguments."""
+    engines: dict[int, tuple[Follower, dict[int, Request]]] = {}
     engine: Follower | None = None
-    requests: dict[int, Request] = {}
+    number, requests = -1, dict[int, Request]()
     while True:
         what, given = journal.read()
+        if what == "make":
+            number, how = given
+            engine, requests = engines[number] = make(**how), {}
+            continue
         if what == "engine":
-            engine, requests = make(**given), {}
+            number = given
+            engine, requests = engines[number]
             continue
         if what == "agreed":
             continue  # of a step that rank 0 and this one gave up
@@ -213,6 +246,7 @@ def follow(journal: Journal, make: Callable[..., Follower]) -> NoReturn:
             engine.forget(given)
         elif what == "close":
             engine.close()
+            engines.pop(number, None)
         elif what == "calibrate":
             engine.calibrate(given)
         elif what == "step":
@@ -220,4 +254,5 @@ def follow(journal: Journal, make: Callable[..., Follower]) -> NoReturn:
                 engine.step()
             except Abandoned:
                 continue
-            requests = {n: r for n, r in requests.items() if r.finish_reason is None}
+            for name in [n for n, r in requests.items() if r.finish_reason is not None]:
+                del requests[name]
