@@ -11,6 +11,9 @@ the target over its drafts and one more token, and a pass of the drafter over on
 draft. Three numbers are fitted to a few measurements that others published of other programs:
 FLOPS, LAUNCH and LAUNCH_BEFORE_M3; `python -m benchmarks.plan` shows them and the errors that are
 left. Prompts, sampling and whatever the host makes the GPU wait for are not in it.
+
+Of several machines that share a model the largest part is counted, by `models.shards`; their speed
+is that of a part, and what `measure.hosts` says of their messages.
 """
 
 from __future__ import annotations
@@ -30,12 +33,15 @@ from mlx.utils import tree_flatten
 from mlx_mtp.config import FULL, DrafterConfig, TargetConfig, TextConfig, check_pair
 from mlx_mtp.engine.draft_length import MAX_DRAFT
 from mlx_mtp.engine.kv import KVLayout, capacity_for
+from mlx_mtp.measure.hosts import Link, links_of, of_round
 from mlx_mtp.measure.machine import Chip, Machine
 from mlx_mtp.models.drafter import Drafter
+from mlx_mtp.models.shards import Ranks, Shards
 from mlx_mtp.models.target import Target
 from mlx_mtp.weights import fit, known, published, recipe
 from mlx_mtp.weights.checkpoint import Checkpoint, Folder
 from mlx_mtp.weights.find import Found, source_of
+from mlx_mtp.weights.planned import shard
 
 BITS = (4, 8, 16)
 CONTEXT = 8192
@@ -79,7 +85,9 @@ class Weights:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A pair at a quantisation. bits: of most of the target's weights. dtype: of KV."""
+    """A pair at a quantisation. bits: of most of the target's weights. dtype: of KV. hosts: how
+    many machines share it; the target's weights are then those of the last one, whose part is the
+    largest."""
 
     name: str
     bits: int
@@ -89,13 +97,31 @@ class Sizes:
     drafter_kinds: tuple[str, ...] = ()
     dtype: mx.Dtype = mx.bfloat16
     convert: str | None = None
+    hosts: int = 1
+
+    @property
+    def shards(self) -> Shards:
+        return Shards(self.text, last_of(self.hosts))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Predicted, over a link. messages, bytes: of a round of so many drafts."""
+
+    link: str
+    plain_tps: float
+    mtp_tps: float
+    draft_len: int
+    messages: int
+    bytes: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes; tokens/s are None where the chip is not known. snapshots: what conversations that may
-    go on can take. draft_len: what is fastest, 0 for plain decoding. context: of KV, the model's
-    own at most. convert: the command that makes such a pair, None where it is as stored."""
+    """Bytes; tokens/s are None where the chip is not known, and where several machines share the
+    model: `links` has theirs. snapshots: what conversations that may go on can take. draft_len:
+    what is fastest, 0 for plain decoding. context: of KV, the model's own at most. convert: the
+    command that makes such a pair, None where it is as stored."""
 
     model: str
     bits: int
@@ -110,13 +136,17 @@ class Plan:
     draft_len: int | None
     context: int
     convert: str | None
+    links: tuple[Speed, ...] | None = None
 
     @property
     def needed(self) -> int:
         return self.weights + self.drafter + self.kv + self.headroom
 
     def to_dict(self) -> dict[str, Any]:
-        made = {k: round(v, 1) if isinstance(v, float) else v for k, v in asdict(self).items()}
+        made = _rounded(asdict(self))
+        made["links"] = [_rounded(speed) for speed in made["links"] or ()]
+        if self.links is None:
+            del made["links"]
         for key in ("weights", "drafter", "kv", "headroom", "snapshots"):
             made[f"{key}_gb"] = round(made.pop(key) / 1e9, 6)
         return made
@@ -125,14 +155,17 @@ class Plan:
 def plan(sizes: Sizes, machine: Machine, context: int = CONTEXT) -> Plan:
     target, drafter = sizes.target, 0 if sizes.drafter is None else sizes.drafter.total
     context = min(context, sizes.text.max_position_embeddings)
-    kv = KVLayout(sizes.text, sizes.dtype).nbytes(1, capacity_for(context))
+    held = tuple(len(sizes.shards.held(layer)) for layer in range(sizes.text.num_owners))
+    kv = KVLayout(sizes.text, sizes.dtype, kv_heads=held).nbytes(1, capacity_for(context))
     weights = target.total + drafter
     headroom = weights // 10  # as `load_pair` leaves it, for activations
     left = machine.limit - weights
-    plain = best = length = None
-    if machine.chip is not None:
-        tokens = expected_tokens(acceptance(sizes.text) if sizes.drafter else ())
-        speeds = [n / round_s(sizes, machine.chip, k, context) for k, n in enumerate(tokens)]
+    plain = best = length = links = None
+    if sizes.hosts > 1:
+        chip = machine.chip
+        links = tuple(over(link, sizes, chip, context) for link in links_of(chip)) if chip else ()
+    elif machine.chip is not None:
+        speeds = speeds_of(sizes, machine.chip, context)
         plain, best = speeds[0], max(speeds)
         length = speeds.index(best)
     return Plan(
@@ -149,7 +182,25 @@ def plan(sizes: Sizes, machine: Machine, context: int = CONTEXT) -> Plan:
         draft_len=length,
         context=context,
         convert=sizes.convert,
+        links=links,
     )
+
+
+def speeds_of(sizes: Sizes, chip: Chip, context: int, link: Link | None = None) -> list[float]:
+    """Tokens/s with 0, 1, .. drafts a round."""
+    tokens = expected_tokens(acceptance(sizes.text) if sizes.drafter else ())
+    seconds = [round_s(sizes, chip, k, context) for k in range(len(tokens))]
+    if link is not None:
+        rounds = [of_round(sizes.text, 1, k, sizes.dtype.size) for k in range(len(tokens))]
+        seconds = [s + link.seconds(r, sizes.hosts) for s, r in zip(seconds, rounds, strict=True)]
+    return [n / s for n, s in zip(tokens, seconds, strict=True)]
+
+
+def over(link: Link, sizes: Sizes, chip: Chip, context: int) -> Speed:
+    speeds = speeds_of(sizes, chip, context, link)
+    length = speeds.index(max(speeds))
+    traffic = of_round(sizes.text, 1, length, sizes.dtype.size)
+    return Speed(link.name, speeds[0], max(speeds), length, *traffic)
 
 
 def expected_tokens(accepted: tuple[float, ...]) -> list[float]:
@@ -164,12 +215,12 @@ def expected_tokens(accepted: tuple[float, ...]) -> list[float]:
 
 
 def round_s(sizes: Sizes, chip: Chip, drafts: int, context: int) -> float:
-    """Seconds of a round, by the roofline."""
+    """Seconds of a round, by the roofline, on one machine."""
     text = sizes.text
     launches = len(text.layer_types) * (
         LAYER + PER_LAYER * bool(text.hidden_size_per_layer_input) + EXPERTS * text.enable_moe_block
     )
-    kv = _kv_read(sizes, text.layer_types, context)
+    kv = _kv_read(sizes, text.layer_types, context, sizes.shards)
     seconds = pass_s(sizes.target, chip, drafts + 1, launches + HEAD, kv)
     if drafts and sizes.drafter is not None:
         kinds = sizes.drafter_kinds
@@ -252,13 +303,37 @@ def pack(module: nn.Module, bits: int, prefix: str = "") -> None:
     nn.quantize(module, class_predicate=decide)
 
 
-def published_pairs(cpu: bool = False, names: Iterable[str] = known.SHORT) -> list[Sizes]:
-    """The five published pairs at each of BITS; for cpu see `converted`."""
+def last_of(hosts: int) -> Ranks:
+    """The rank whose part is the largest, of so many."""
+    return Ranks(hosts - 1, hosts)
+
+
+def part_of(module: Target, ranks: Ranks) -> Target:
+    """A rank's part of a target that holds shapes only, packed as the whole one is. Raises
+    UsageError."""
+    if ranks.size == 1:
+        return module
+    packed = {path: m for path, m in module.named_modules() if hasattr(m, "bits")}
+    groups = {path: m.group_size for path, m in packed.items()}
+    part = Target(module.config, Shards(module.config.text, ranks, groups))
+
+    def as_whole(path: str, _: nn.Module) -> bool | dict[str, Any]:
+        scheme = ("group_size", "bits", "mode")
+        return {name: getattr(packed[path], name) for name in scheme} if path in packed else False
+
+    nn.quantize(part, class_predicate=as_whole)
+    return part
+
+
+def published_pairs(
+    cpu: bool = False, names: Iterable[str] = known.SHORT, hosts: int = 1
+) -> list[Sizes]:
+    """The five published pairs at each of BITS; for cpu and hosts see `converted`."""
     made = []
     for name in names:
         source = known.SHORT[name].drafter.removesuffix("-assistant")
         configs = published.configs(name)
-        made += [converted(name, source, *configs, bits, cpu=cpu) for bits in BITS]
+        made += [converted(name, source, *configs, bits, cpu=cpu, hosts=hosts) for bits in BITS]
     return made
 
 
@@ -271,9 +346,11 @@ def converted(
     drafter_bits: int = DRAFTER_BITS,
     cpu: bool = False,
     options: Sequence[str] = (),
+    hosts: int = 1,
 ) -> Sizes:
     """What converting `source` gives; None or 16 bits: it is left as it is. cpu: as it is loaded
-    there, floats in float32 where that pays, a drafter not packed. options: of convert."""
+    there, floats in float32 where that pays, a drafter not packed. options: of convert. hosts: how
+    many machines share it. Raises UsageError where it cannot be divided among them."""
     stored = source is None or bits == 16
     module, of_assistant = Target(target), None
     pack(module, bits)
@@ -289,20 +366,23 @@ def converted(
         name=name,
         bits=32 if float32 and bits == 16 else bits,
         text=target.text,
-        target=of_target(module, width=width),
+        target=of_target(part_of(module, last_of(hosts)), width=width),
         drafter=of_assistant,
         drafter_kinds=drafter.text.layer_types if drafter else (),
         dtype=mx.float32 if float32 else mx.bfloat16,
         convert=None if stored else shlex.join(command),
+        hosts=hosts,
     )
 
 
-def without_weights(model: str, drafter: str | None, cpu: bool, options: list[str]) -> list[Sizes]:
+def without_weights(
+    model: str, drafter: str | None, cpu: bool, options: list[str], hosts: int = 1
+) -> list[Sizes]:
     """From shapes alone: those of a short name, or of a folder's config, packed as that says or at
     each of BITS, with the drafter that is named or the one published for that shape. Nothing
     where there are weights, whose headers say more. Raises LoadError."""
     if model.lower() in known.SHORT and not Path(model).exists():
-        return [] if drafter else published_pairs(cpu, [model.lower()])
+        return [] if drafter else published_pairs(cpu, [model.lower()], hosts)
     folder = Path(model).expanduser()
     if not (folder / "config.json").is_file() or any(folder.glob("*.safetensors")):
         return []
@@ -319,15 +399,19 @@ def without_weights(model: str, drafter: str | None, cpu: bool, options: list[st
     scheme = checkpoint.config.get("quantization")
     packed = scheme.get("bits") if isinstance(scheme, dict) else None
     if packed in recipe.AFFINE_BITS:
-        return [converted(model, None, config, assistant, packed, cpu=cpu)]
-    return [converted(model, model, config, assistant, n, cpu=cpu, options=options) for n in BITS]
+        return [converted(model, None, config, assistant, packed, cpu=cpu, hosts=hosts)]
+    how: dict[str, Any] = {"cpu": cpu, "options": options, "hosts": hosts}
+    return [converted(model, model, config, assistant, n, **how) for n in BITS]
 
 
-def of_checkpoint(found: Found, cpu: bool, options: Sequence[str] = ()) -> list[Sizes]:
-    """A pair as it is stored, and where it is not packed, what conversions give; for cpu and
-    options see `converted`."""
+def of_checkpoint(
+    found: Found, cpu: bool, options: Sequence[str] = (), hosts: int = 1
+) -> list[Sizes]:
+    """A pair as it is stored, and where it is not packed, what conversions give; for cpu, options
+    and hosts see `converted`."""
     target, drafter = found.target, found.drafter
     float32 = cpu and target.nbytes(float32=True) <= fit.FLOAT32_LIMIT
+    shard(target, last_of(hosts))
     assistant = None
     if drafter is not None:
         if not cpu and not drafter.quantized:
@@ -343,12 +427,13 @@ def of_checkpoint(found: Found, cpu: bool, options: Sequence[str] = ()) -> list[
         drafter=assistant,
         drafter_kinds=drafter.text.layer_types if drafter else (),
         dtype=mx.float32 if float32 else mx.bfloat16,
+        hosts=hosts,
     )
     if bits:
         return [stored]
     configs = found.config, None if drafter is None else drafter.module.config
-    made = (converted(name, name, *configs, n, cpu=cpu, options=options) for n in BITS if n < 16)
-    return [stored, *made]
+    how: dict[str, Any] = {"cpu": cpu, "options": options, "hosts": hosts}
+    return [stored, *(converted(name, name, *configs, n, **how) for n in BITS if n < 16)]
 
 
 def acceptance(text: TextConfig) -> tuple[float, ...]:
@@ -357,8 +442,19 @@ def acceptance(text: TextConfig) -> tuple[float, ...]:
     return next((ACCEPTED[n] for n in ACCEPTED if known.SHORT[n].drafter == drafter), _LOW)
 
 
-def _kv_read(sizes: Sizes, kinds: Iterable[str], context: int) -> float:
-    """Bytes of keys and values that layers of these types attend to."""
+def _kv_read(
+    sizes: Sizes, kinds: Iterable[str], context: int, shards: Shards | None = None
+) -> float:
+    """Bytes of keys and values that layers of these types attend to; shards: of this part's
+    heads."""
     text, itemsize = sizes.text, sizes.dtype.size
-    seen = {kind: context if kind == FULL else min(context, text.sliding_window) for kind in kinds}
-    return sum(seen[kind] * text.kv_bytes_per_token(kind, itemsize) for kind in kinds)
+    read = 0.0
+    for kind in kinds:
+        slots = context if kind == FULL else min(context, text.sliding_window)
+        share = len(shards.seen(kind)) / text.kv_heads_of(kind) if shards else 1
+        read += slots * text.kv_bytes_per_token(kind, itemsize) * share
+    return read
+
+
+def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: round(v, 1) if isinstance(v, float) else v for k, v in values.items()}
