@@ -43,8 +43,9 @@ class Ranks:
         return mx.distributed.all_sum(x, group=self.group)
 
     def leaders(self, x: mx.array) -> mx.array:
-        """Rank 0's `x`, on every rank."""
-        return self.total(x if self.rank == 0 else mx.zeros_like(x))
+        """Rank 0's integers `x`, on every rank. Elsewhere they are computed, too: a collective that
+        did not wait for those before it would meet another one of rank 0's."""
+        return self.total(x if self.rank == 0 else x * 0)
 
 
 class Cut(NamedTuple):
