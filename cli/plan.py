@@ -87,7 +87,7 @@ def plan(
         machine = machines.this_machine()
     cpu = chip is None and on_cpu()
     if model is None:
-        pairs = plans.published_pairs(cpu, hosts=hosts)
+        pairs = plans.published_pairs(cpu)
     else:
         named = {
             "--drafter": drafter,
@@ -100,12 +100,14 @@ def plan(
             found = find_pair(model, which, revision, drafter_revision)
             for notice in found.notices:
                 say(notice)
-            pairs = plans.of_checkpoint(found, cpu, options, hosts)
+            pairs = plans.of_checkpoint(found, cpu, options)
         except LoadError as error:
-            pairs = plans.without_weights(model, drafter, cpu, options, hosts)
+            pairs = plans.without_weights(model, drafter, cpu, options)
             if not pairs:
                 raise
             say(f"{error}; what follows is from shapes alone")
+    if hosts > 1:
+        pairs = [plans.shared(sizes, hosts) for sizes in pairs]
     if machine.chip is None:
         say(
             f"tokens/s are left out: {machine.name} is no Apple chip that is known; another is "
@@ -143,20 +145,16 @@ def describe(machine: Machine, context: int, made: list[Plan], hosts: int) -> li
         length = "-" if p.draft_len is None else str(p.draft_len)
         speeds = [speed(p.plain_tps), speed(p.mtp_tps), length]
         if p.links is not None:
-            by_link = {
-                s.link: f"{s.plain_tps:.1f} / {s.mtp_tps:.1f} ({s.draft_len})" for s in p.links
-            }
-            speeds = [by_link.get(title, "-") for title in titles]
+            told = {n: f"{s.plain_tps} / {s.mtp_tps} ({s.draft_len})" for n, s in p.links.items()}
+            speeds = [told.get(title, "-") for title in titles]
         rows.append([p.model, str(p.bits), "yes" if p.fits else "no", *sizes, *speeds])
+    each = "" if hosts == 1 else f"each of {hosts}: "
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        f"{machine.name}, {machine.memory / 2**30:.0f} GiB, {machine.limit / 2**30:.1f} GiB "
+        f"{each}{machine.name}, {machine.memory / 2**30:.0f} GiB, {machine.limit / 2**30:.1f} GiB "
         f"({human_bytes(machine.limit)}) of them for weights and KV; context {context}",
         *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
     ]
-    each = ""
-    if hosts > 1:
-        lines[0], each = f"each of {hosts}: {lines[0]}", f" on each of {hosts}"
     fitting = [p for p in made if p.fits]
     if fitting:
         models = [p.model for p in made]
@@ -165,6 +163,5 @@ def describe(machine: Machine, context: int, made: list[Plan], hosts: int) -> li
         lines.append(f"largest that fits: {largest.model} in {largest.bits} bits, {how}")
     else:
         needed = min(p.needed for p in made)
-        lines.append(f"nothing fits: the smallest needs {human_bytes(needed)}{each}")
-    note = ROOFLINE if hosts == 1 else PREDICTED
-    return [*lines, *([] if machine.chip is None else [note])]
+        lines.append(f"nothing fits: the smallest needs {human_bytes(needed)}")
+    return [*lines, *([] if machine.chip is None else [ROOFLINE if hosts == 1 else PREDICTED])]

@@ -220,14 +220,23 @@ def _plan(checkpoint: Checkpoint, text: TextConfig, module: Model, owners: int) 
     return planned
 
 
+def part_of(
+    config: TargetConfig, quantized: dict[str, dict[str, Any]], ranks: Ranks
+) -> tuple[Target, Shards]:
+    """A rank's part of a target, without its weights; quantized as in `Planned`, of the whole
+    target. Raises UsageError."""
+    groups = {path: scheme["group_size"] for path, scheme in quantized.items()}
+    shards = Shards(config.text, ranks, groups)
+    module = Target(config, shards)
+    nn.quantize(module, class_predicate=lambda path, _: quantized.get(path, False))
+    return module, shards
+
+
 def shard(planned: Planned[Target], ranks: Ranks) -> None:
     """Has `read` make and read only this rank's part of a target. Raises UsageError."""
     if ranks.size == 1:
         return
-    groups = {path: scheme["group_size"] for path, scheme in planned.quantized.items()}
-    shards = Shards(planned.text, ranks, groups)
-    planned.module = Target(planned.module.config, shards)
-    nn.quantize(planned.module, class_predicate=lambda path, _: planned.quantized.get(path, False))
+    planned.module, shards = part_of(planned.module.config, planned.quantized, ranks)
     planned.cuts = {name: cut for name in planned.plan.parts if (cut := shards.cut(name))}
 
 

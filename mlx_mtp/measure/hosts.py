@@ -1,9 +1,8 @@
 """What machines that share a model send each other in a round, and how long that should take.
 
-MLX's collectives run on the CPU. So each waits until the GPU is there and the GPU for its result, a
-fence, and in between it takes steps from machine to machine. A prediction from what others
-published, sources beside the numbers: nothing of it was measured by us. Rank 0's journal goes by
-while a round runs, and is not in it.
+MLX's collectives run on the CPU: each waits for the GPU and the GPU for it, a fence, and takes
+steps from machine to machine. Predictions from what others published, nothing measured by us. Rank
+0's journal goes by while a round runs, and is not in it.
 """
 
 from __future__ import annotations
@@ -23,22 +22,20 @@ class Traffic(NamedTuple):
 
 
 def of_round(text: TextConfig, rows: int, drafts: int, itemsize: int) -> Traffic:
-    """Of a round of so many rows, as `models.shards.Ranks` counts it; itemsize: of activations.
-
-    Each layer adds up what attention gave, then MLP and experts in one array, for every token of
-    the block. Rank 0's drafts go to all, and behind verify its tokens with n and two flags, int32.
-    """
+    """Of a round, as `models.shards.Ranks` counts it; itemsize: of activations. Every layer adds up
+    what attention gave, then MLP and experts in one array, for all tokens of the block. Rank 0's
+    drafts go to all before verify, and behind it its tokens, n and two flags, int32."""
     layers, tokens = text.num_hidden_layers, rows * (drafts + 1)
-    widths = 3 if text.enable_moe_block else 2
-    size = layers * widths * tokens * text.hidden_size * itemsize
-    return Traffic(2 * layers + (drafts > 0) + 1, size + 4 * (rows * drafts + tokens + 3 * rows))
+    width = (3 if text.enable_moe_block else 2) * text.hidden_size
+    chosen = 4 * (rows * drafts + tokens + 3 * rows)
+    return Traffic(2 * layers + (drafts > 0) + 1, layers * tokens * width * itemsize + chosen)
 
 
 @dataclass(frozen=True)
 class Link:
     """fence: seconds that CPU and GPU take for each other in an all_sum. step: seconds from one
-    machine to the next. bandwidth: bytes/s. ring: steps are 2 (hosts - 1), each with its part of
-    the array; else a mesh, where all send all of it to all others at once, by a cable for each."""
+    machine to the next. bandwidth: bytes/s. ring: 2 (hosts - 1) steps, each with its part of the
+    array; else a mesh with a cable for each pair, by which all send all of it at once."""
 
     name: str
     fence: float
@@ -47,8 +44,8 @@ class Link:
     ring: bool
 
     def seconds(self, traffic: Traffic, hosts: int) -> float:
-        steps = 2 * (hosts - 1) if self.ring else 1
-        sent = traffic.bytes * (steps / hosts if self.ring else 1)
+        steps, share = (2 * (hosts - 1), 1 / hosts) if self.ring else (1, 1.0)
+        sent = steps * share * traffic.bytes
         return traffic.messages * (self.fence + steps * self.step) + sent / self.bandwidth
 
 
@@ -61,7 +58,6 @@ RDMA_STEP, RDMA = 30e-6, 6e9
 # a step of MLX's ring over 10 GbE, of which nothing is published; the bandwidth is nominal.
 TCP_STEP, TEN_GBE = 300e-6, 1.25e9
 
-THUNDERBOLT_5 = ("M3 Ultra", "M4 Pro", "M4 Max", "M5 Pro", "M5 Max")
 LINKS = (
     Link("Thunderbolt 5", FENCE, RDMA_STEP, RDMA, ring=False),
     Link("Thunderbolt 5 fast", FAST_FENCE, RDMA_STEP, RDMA, ring=False),
@@ -76,4 +72,5 @@ PREDICTED = (
 
 def links_of(chip: Chip) -> list[Link]:
     """Those that machines with that chip have."""
-    return [link for link in LINKS if link.ring or chip.name in THUNDERBOLT_5]
+    fast = chip.name in ("M3 Ultra", "M4 Pro", "M4 Max", "M5 Pro", "M5 Max")
+    return [link for link in LINKS if link.ring or fast]

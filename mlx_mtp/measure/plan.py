@@ -12,8 +12,8 @@ draft. Three numbers are fitted to a few measurements that others published of o
 FLOPS, LAUNCH and LAUNCH_BEFORE_M3; `python -m benchmarks.plan` shows them and the errors that are
 left. Prompts, sampling and whatever the host makes the GPU wait for are not in it.
 
-Of several machines that share a model the largest part is counted, by `models.shards`; their speed
-is that of a part, and what `measure.hosts` says of their messages.
+Of several machines that share a model the one with the largest part is planned for; their speed is
+the roofline of that part, and their messages' time by `measure.hosts`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mlx_mtp.models.target import Target
 from mlx_mtp.weights import fit, known, published, recipe
 from mlx_mtp.weights.checkpoint import Checkpoint, Folder
 from mlx_mtp.weights.find import Found, source_of
-from mlx_mtp.weights.planned import shard
+from mlx_mtp.weights.planned import part_of
 
 BITS = (4, 8, 16)
 CONTEXT = 8192
@@ -85,30 +85,24 @@ class Weights:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A pair at a quantisation. bits: of most of the target's weights. dtype: of KV. hosts: how
-    many machines share it; the target's weights are then those of the last one, whose part is the
-    largest."""
+    """A pair at a quantisation. bits: of most of the target's weights. module: its shapes, of what
+    one machine has where several share it. dtype: of KV."""
 
     name: str
     bits: int
     text: TextConfig
+    module: Target
     target: Weights
     drafter: Weights | None = None
     drafter_kinds: tuple[str, ...] = ()
     dtype: mx.Dtype = mx.bfloat16
     convert: str | None = None
-    hosts: int = 1
-
-    @property
-    def shards(self) -> Shards:
-        return Shards(self.text, last_of(self.hosts))
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Predicted, over a link. messages, bytes: of a round of so many drafts."""
+    """Predicted. messages, bytes: of a round of so many drafts."""
 
-    link: str
     plain_tps: float
     mtp_tps: float
     draft_len: int
@@ -118,10 +112,10 @@ class Speed:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes; tokens/s are None where the chip is not known, and where several machines share the
-    model: `links` has theirs. snapshots: what conversations that may go on can take. draft_len:
-    what is fastest, 0 for plain decoding. context: of KV, the model's own at most. convert: the
-    command that makes such a pair, None where it is as stored."""
+    """Bytes; tokens/s are None where the chip is not known, and of several machines, whose are in
+    `links`, by their names. snapshots: what conversations that may
+    go on can take. draft_len: what is fastest, 0 for plain decoding. context: of KV, the model's
+    own at most. convert: the command that makes such a pair, None where it is as stored."""
 
     model: str
     bits: int
@@ -136,15 +130,14 @@ class Plan:
     draft_len: int | None
     context: int
     convert: str | None
-    links: tuple[Speed, ...] | None = None
+    links: Mapping[str, Speed] | None = None
 
     @property
     def needed(self) -> int:
         return self.weights + self.drafter + self.kv + self.headroom
 
     def to_dict(self) -> dict[str, Any]:
-        made = _rounded(asdict(self))
-        made["links"] = [_rounded(speed) for speed in made["links"] or ()]
+        made = {k: round(v, 1) if isinstance(v, float) else v for k, v in asdict(self).items()}
         if self.links is None:
             del made["links"]
         for key in ("weights", "drafter", "kv", "headroom", "snapshots"):
@@ -155,19 +148,17 @@ class Plan:
 def plan(sizes: Sizes, machine: Machine, context: int = CONTEXT) -> Plan:
     target, drafter = sizes.target, 0 if sizes.drafter is None else sizes.drafter.total
     context = min(context, sizes.text.max_position_embeddings)
-    held = tuple(len(sizes.shards.held(layer)) for layer in range(sizes.text.num_owners))
-    kv = KVLayout(sizes.text, sizes.dtype, kv_heads=held).nbytes(1, capacity_for(context))
+    layout = KVLayout(sizes.text, sizes.dtype, kv_heads=sizes.module.kv_heads)
+    kv = layout.nbytes(1, capacity_for(context))
     weights = target.total + drafter
     headroom = weights // 10  # as `load_pair` leaves it, for activations
     left = machine.limit - weights
     plain = best = length = links = None
-    if sizes.hosts > 1:
-        chip = machine.chip
-        links = tuple(over(link, sizes, chip, context) for link in links_of(chip)) if chip else ()
-    elif machine.chip is not None:
-        speeds = speeds_of(sizes, machine.chip, context)
-        plain, best = speeds[0], max(speeds)
-        length = speeds.index(best)
+    chip = machine.chip
+    if sizes.module.ranks.size > 1:
+        links = {k.name: over(k, sizes, chip, context) for k in links_of(chip)} if chip else {}
+    elif chip is not None:
+        plain, best, length = speeds_of(sizes, chip, context)
     return Plan(
         model=sizes.name,
         bits=sizes.bits,
@@ -186,21 +177,33 @@ def plan(sizes: Sizes, machine: Machine, context: int = CONTEXT) -> Plan:
     )
 
 
-def speeds_of(sizes: Sizes, chip: Chip, context: int, link: Link | None = None) -> list[float]:
-    """Tokens/s with 0, 1, .. drafts a round."""
+def shared(sizes: Sizes, hosts: int) -> Sizes:
+    """The same on the last of so many machines that share it: none has more. Raises UsageError
+    where it cannot be divided."""
+    packed = {
+        path: {"group_size": m.group_size, "bits": m.bits, "mode": m.mode}
+        for path, m in sizes.module.named_modules()
+        if hasattr(m, "bits")
+    }
+    part, _ = part_of(sizes.module.config, packed, Ranks(hosts - 1, hosts))
+    weights, whole = (of_target(module, sizes.dtype.size) for module in (part, sizes.module))
+    total = sizes.target.total - whole.total + weights.total
+    return replace(sizes, module=part, target=replace(weights, total=total))
+
+
+def speeds_of(
+    sizes: Sizes, chip: Chip, context: int, link: Link | None = None
+) -> tuple[float, float, int]:
+    """Tokens/s without drafts, at most, and with how many drafts a round that is."""
     tokens = expected_tokens(acceptance(sizes.text) if sizes.drafter else ())
-    seconds = [round_s(sizes, chip, k, context) for k in range(len(tokens))]
-    if link is not None:
-        rounds = [of_round(sizes.text, 1, k, sizes.dtype.size) for k in range(len(tokens))]
-        seconds = [s + link.seconds(r, sizes.hosts) for s, r in zip(seconds, rounds, strict=True)]
-    return [n / s for n, s in zip(tokens, seconds, strict=True)]
+    speeds = [n / round_s(sizes, chip, k, context, link) for k, n in enumerate(tokens)]
+    return speeds[0], max(speeds), speeds.index(max(speeds))
 
 
 def over(link: Link, sizes: Sizes, chip: Chip, context: int) -> Speed:
-    speeds = speeds_of(sizes, chip, context, link)
-    length = speeds.index(max(speeds))
+    plain, best, length = speeds_of(sizes, chip, context, link)
     traffic = of_round(sizes.text, 1, length, sizes.dtype.size)
-    return Speed(link.name, speeds[0], max(speeds), length, *traffic)
+    return Speed(round(plain, 1), round(best, 1), length, *traffic)
 
 
 def expected_tokens(accepted: tuple[float, ...]) -> list[float]:
@@ -214,18 +217,23 @@ def expected_tokens(accepted: tuple[float, ...]) -> list[float]:
     return list(accumulate(rates, initial=1.0))
 
 
-def round_s(sizes: Sizes, chip: Chip, drafts: int, context: int) -> float:
-    """Seconds of a round, by the roofline, on one machine."""
-    text = sizes.text
+def round_s(sizes: Sizes, chip: Chip, drafts: int, context: int, link: Link | None = None) -> float:
+    """Seconds of a round, by the roofline; link: and of what goes over it."""
+    text, shards = sizes.text, Shards(sizes.text, sizes.module.ranks)
     launches = len(text.layer_types) * (
         LAYER + PER_LAYER * bool(text.hidden_size_per_layer_input) + EXPERTS * text.enable_moe_block
     )
-    kv = _kv_read(sizes, text.layer_types, context, sizes.shards)
+    kv = sum(
+        _kv_read(sizes, [kind], context) * len(shards.seen(kind)) / text.kv_heads_of(kind)
+        for kind in text.layer_types
+    )
     seconds = pass_s(sizes.target, chip, drafts + 1, launches + HEAD, kv)
     if drafts and sizes.drafter is not None:
         kinds = sizes.drafter_kinds
         kv = _kv_read(sizes, kinds, context)
         seconds += drafts * pass_s(sizes.drafter, chip, 1, DRAFTER_LAYER * len(kinds), kv)
+    if link is not None:
+        seconds += link.seconds(of_round(text, 1, drafts, sizes.dtype.size), shards.ranks.size)
     return seconds
 
 
@@ -303,37 +311,13 @@ def pack(module: nn.Module, bits: int, prefix: str = "") -> None:
     nn.quantize(module, class_predicate=decide)
 
 
-def last_of(hosts: int) -> Ranks:
-    """The rank whose part is the largest, of so many."""
-    return Ranks(hosts - 1, hosts)
-
-
-def part_of(module: Target, ranks: Ranks) -> Target:
-    """A rank's part of a target that holds shapes only, packed as the whole one is. Raises
-    UsageError."""
-    if ranks.size == 1:
-        return module
-    packed = {path: m for path, m in module.named_modules() if hasattr(m, "bits")}
-    groups = {path: m.group_size for path, m in packed.items()}
-    part = Target(module.config, Shards(module.config.text, ranks, groups))
-
-    def as_whole(path: str, _: nn.Module) -> bool | dict[str, Any]:
-        scheme = ("group_size", "bits", "mode")
-        return {name: getattr(packed[path], name) for name in scheme} if path in packed else False
-
-    nn.quantize(part, class_predicate=as_whole)
-    return part
-
-
-def published_pairs(
-    cpu: bool = False, names: Iterable[str] = known.SHORT, hosts: int = 1
-) -> list[Sizes]:
-    """The five published pairs at each of BITS; for cpu and hosts see `converted`."""
+def published_pairs(cpu: bool = False, names: Iterable[str] = known.SHORT) -> list[Sizes]:
+    """The five published pairs at each of BITS; for cpu see `converted`."""
     made = []
     for name in names:
         source = known.SHORT[name].drafter.removesuffix("-assistant")
         configs = published.configs(name)
-        made += [converted(name, source, *configs, bits, cpu=cpu, hosts=hosts) for bits in BITS]
+        made += [converted(name, source, *configs, bits, cpu=cpu) for bits in BITS]
     return made
 
 
@@ -346,11 +330,9 @@ def converted(
     drafter_bits: int = DRAFTER_BITS,
     cpu: bool = False,
     options: Sequence[str] = (),
-    hosts: int = 1,
 ) -> Sizes:
     """What converting `source` gives; None or 16 bits: it is left as it is. cpu: as it is loaded
-    there, floats in float32 where that pays, a drafter not packed. options: of convert. hosts: how
-    many machines share it. Raises UsageError where it cannot be divided among them."""
+    there, floats in float32 where that pays, a drafter not packed. options: of convert."""
     stored = source is None or bits == 16
     module, of_assistant = Target(target), None
     pack(module, bits)
@@ -366,23 +348,21 @@ def converted(
         name=name,
         bits=32 if float32 and bits == 16 else bits,
         text=target.text,
-        target=of_target(part_of(module, last_of(hosts)), width=width),
+        module=module,
+        target=of_target(module, width=width),
         drafter=of_assistant,
         drafter_kinds=drafter.text.layer_types if drafter else (),
         dtype=mx.float32 if float32 else mx.bfloat16,
         convert=None if stored else shlex.join(command),
-        hosts=hosts,
     )
 
 
-def without_weights(
-    model: str, drafter: str | None, cpu: bool, options: list[str], hosts: int = 1
-) -> list[Sizes]:
+def without_weights(model: str, drafter: str | None, cpu: bool, options: list[str]) -> list[Sizes]:
     """From shapes alone: those of a short name, or of a folder's config, packed as that says or at
     each of BITS, with the drafter that is named or the one published for that shape. Nothing
     where there are weights, whose headers say more. Raises LoadError."""
     if model.lower() in known.SHORT and not Path(model).exists():
-        return [] if drafter else published_pairs(cpu, [model.lower()], hosts)
+        return [] if drafter else published_pairs(cpu, [model.lower()])
     folder = Path(model).expanduser()
     if not (folder / "config.json").is_file() or any(folder.glob("*.safetensors")):
         return []
@@ -399,19 +379,15 @@ def without_weights(
     scheme = checkpoint.config.get("quantization")
     packed = scheme.get("bits") if isinstance(scheme, dict) else None
     if packed in recipe.AFFINE_BITS:
-        return [converted(model, None, config, assistant, packed, cpu=cpu, hosts=hosts)]
-    how: dict[str, Any] = {"cpu": cpu, "options": options, "hosts": hosts}
-    return [converted(model, model, config, assistant, n, **how) for n in BITS]
+        return [converted(model, None, config, assistant, packed, cpu=cpu)]
+    return [converted(model, model, config, assistant, n, cpu=cpu, options=options) for n in BITS]
 
 
-def of_checkpoint(
-    found: Found, cpu: bool, options: Sequence[str] = (), hosts: int = 1
-) -> list[Sizes]:
-    """A pair as it is stored, and where it is not packed, what conversions give; for cpu, options
-    and hosts see `converted`."""
+def of_checkpoint(found: Found, cpu: bool, options: Sequence[str] = ()) -> list[Sizes]:
+    """A pair as it is stored, and where it is not packed, what conversions give; for cpu and
+    options see `converted`."""
     target, drafter = found.target, found.drafter
     float32 = cpu and target.nbytes(float32=True) <= fit.FLOAT32_LIMIT
-    shard(target, last_of(hosts))
     assistant = None
     if drafter is not None:
         if not cpu and not drafter.quantized:
@@ -423,17 +399,17 @@ def of_checkpoint(
         name=name,
         bits=bits.most_common(1)[0][0] if bits else 32 if float32 else 16,
         text=target.text,
+        module=target.module,
         target=replace(of_target(target.module), total=target.nbytes(float32)),
         drafter=assistant,
         drafter_kinds=drafter.text.layer_types if drafter else (),
         dtype=mx.float32 if float32 else mx.bfloat16,
-        hosts=hosts,
     )
     if bits:
         return [stored]
     configs = found.config, None if drafter is None else drafter.module.config
-    how: dict[str, Any] = {"cpu": cpu, "options": options, "hosts": hosts}
-    return [stored, *(converted(name, name, *configs, n, **how) for n in BITS if n < 16)]
+    made = (converted(name, name, *configs, n, cpu=cpu, options=options) for n in BITS if n < 16)
+    return [stored, *made]
 
 
 def acceptance(text: TextConfig) -> tuple[float, ...]:
@@ -442,19 +418,8 @@ def acceptance(text: TextConfig) -> tuple[float, ...]:
     return next((ACCEPTED[n] for n in ACCEPTED if known.SHORT[n].drafter == drafter), _LOW)
 
 
-def _kv_read(
-    sizes: Sizes, kinds: Iterable[str], context: int, shards: Shards | None = None
-) -> float:
-    """Bytes of keys and values that layers of these types attend to; shards: of this part's
-    heads."""
+def _kv_read(sizes: Sizes, kinds: Iterable[str], context: int) -> float:
+    """Bytes of keys and values that layers of these types attend to."""
     text, itemsize = sizes.text, sizes.dtype.size
-    read = 0.0
-    for kind in kinds:
-        slots = context if kind == FULL else min(context, text.sliding_window)
-        share = len(shards.seen(kind)) / text.kv_heads_of(kind) if shards else 1
-        read += slots * text.kv_bytes_per_token(kind, itemsize) * share
-    return read
-
-
-def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: round(v, 1) if isinstance(v, float) else v for k, v in values.items()}
+    seen = {kind: context if kind == FULL else min(context, text.sliding_window) for kind in kinds}
+    return sum(seen[kind] * text.kv_bytes_per_token(kind, itemsize) for kind in kinds)
