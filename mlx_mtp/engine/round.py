@@ -363,7 +363,7 @@ class Rounds:
         fresh = run is None
         if run is None:
             self.traces += 1
-            run = mx.compile(function)
+            run = self.target.ranks.counted(mx.compile(function))
         self._runs[key] = run
         if len(self._runs) > self.KEPT:
             self._runs.popitem(last=False)

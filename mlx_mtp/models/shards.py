@@ -9,9 +9,9 @@ drafter, which every rank runs whole. Embeddings, norms, router and head are who
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -46,6 +46,23 @@ class Ranks:
         """Rank 0's integers `x`, on every rank. Elsewhere they are computed, too: a collective that
         did not wait for those before it would meet another one of rank 0's."""
         return self.total(x if self.rank == 0 else x * 0)
+
+
+    def counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, which describes its collectives at its first call alone, as it is compiled, but
+        does them at every one."""
+        sent: list[tuple[int, int]] = []
+
+        def called(*given: Any) -> Any:
+            before = self.messages, self.bytes
+            result = run(*given)
+            if not sent:
+                sent.append((self.messages - before[0], self.bytes - before[1]))
+            else:
+                self.messages, self.bytes = before[0] + sent[0][0], before[1] + sent[0][1]
+            return result
+
+        return called
 
 
 class Cut(NamedTuple):
