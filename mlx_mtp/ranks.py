@@ -114,7 +114,7 @@ class Link:
     def lost(self, error: RuntimeError) -> NoReturn:
         text = str(error)
         if text.startswith(COLLECTIVE):
-            time.sleep(0.5)  # the connections may know better which one
+            time.sleep(0.5)  # the connections know better which one
             text = f"another rank of {self.ranks.size} has gone"
         self._leave(1, f"{text}, and this one ends with it")
 
@@ -140,6 +140,7 @@ class Link:
                     self._entries.put(entries)
         except (EOFError, OSError):
             if not self._ended:
+                time.sleep(0.2)  # MLX writes a line of its own when a peer has gone
                 line = f"rank {rank} of {self.ranks.size} has gone, and this one ends with it"
                 self._leave(1, line)
 

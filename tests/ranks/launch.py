@@ -18,7 +18,7 @@ def start(size: int, folder: Path, command: list[str], **how: Any) -> list[subpr
     a stdin that nobody writes to, as mlx.launch's would have rank 0's text in it."""
     hosts = folder / f"hosts{size}.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(size)]))
-    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     return [
         subprocess.Popen(
             command,

@@ -82,7 +82,9 @@ def launched(request, alone, tmp_path_factory):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_texts_are_those_of_one_process(alone, launched, name, mode):
     _, _, texts, margins = alone[name]
-    for text, expected, won_by in zip(launched[0][name]["texts"][mode], texts, margins, strict=True):
+    for text, expected, won_by in zip(
+        launched[0][name]["texts"][mode], texts, margins, strict=True
+    ):
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, expected)))
         if text != expected:
             print(f"{name}, {mode}: token {same} differs, its margin is {won_by[same]:.1e}")
