@@ -17,7 +17,7 @@ import pytest
 
 from mlx_mtp import ranks
 from mlx_mtp.cli import terminal
-from tests.cli.conftest import COMMAND, inside  # noqa: F401
+from tests.cli.conftest import COMMAND, environment
 from tests.cli.pairs import write_pair
 from tests.cli.talk import ENDLESS, Talk
 from tests.ranks.launch import start
@@ -184,12 +184,16 @@ def test_a_folder_that_one_machine_lacks_ends_all(launch, tmp_path):
     assert re.search(r"mlx-mtp( \(rank 1\))?: .*none: no such folder", "".join(said))
 
 
-def test_other_commands_run_on_rank_0_alone(inside, monkeypatch):
-    monkeypatch.setenv("MLX_RANK", "1")
-    monkeypatch.setattr("mlx_mtp.cli.main.follow_quietly", lambda: None)
-    assert inside("plan", "e2b") == (0, "", "")
-    monkeypatch.setenv("MLX_RANK", "0")
-    assert "e2b" in inside("plan", "e2b", "--chip", "M4 Max", "--memory", "64")[1]
+def test_other_commands_run_on_rank_0_alone():
+    """No ring is needed, for none of them is made."""
+    said = []
+    for rank in "01":
+        command = [*COMMAND, "plan", "e2b", "--chip", "M4 Max", "--memory", "64"]
+        done = subprocess.run(command, env=environment(MLX_RANK=rank), capture_output=True)
+        assert (done.returncode, done.stderr) == (0, b"")
+        said.append(done.stdout)
+    assert b"e2b" in said[0]
+    assert said[1] == b""
 
 
 def test_one_process_of_mlx_launch_is_no_rank(monkeypatch, tmp_path):

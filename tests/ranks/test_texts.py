@@ -82,14 +82,14 @@ def launched(request, alone, tmp_path_factory):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_texts_are_those_of_one_process(alone, launched, name, mode):
     _, _, texts, margins = alone[name]
-    for text, expected, won_by in zip(
-        launched[0][name]["texts"][mode], texts, margins, strict=True
-    ):
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, expected)))
+    said = launched[0][name]["texts"][mode]
+    for text, expected, won_by in zip(said, texts, margins, strict=True):
+        both = zip(text, expected, strict=True)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
         if text != expected:
             print(f"{name}, {mode}: token {same} differs, its margin is {won_by[same]:.1e}")
             assert won_by[same] < NEAR
-        assert len(text) == len(expected) == worker.TOKENS
+        assert len(text) == worker.TOKENS
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -105,9 +105,10 @@ def test_a_rank_holds_its_share(alone, launched, name):
     """Heads and widths are divided, the rest is whole: counted from config.json."""
     _, text, *_ = alone[name]
     size = len(launched)
-    for rank in launched:
-        found = rank[name]
-        assert found["held"] == pytest.approx(found["planned"], rel=0.1)
+    # MLX's buffers are up to two pages larger than an array: much, of these packed ones.
+    most = 0.1 if MODELS[name] is None else 0.2
+    for found in (rank[name] for rank in launched):
+        assert found["held"] == pytest.approx(found["planned"], rel=most)
     inner = sum(map(text.mlp_width, range(text.num_hidden_layers)))
     if text.enable_moe_block:
         inner += text.num_hidden_layers * text.num_experts * text.moe_intermediate_size
