@@ -184,15 +184,15 @@ def test_a_folder_that_one_machine_lacks_ends_all(launch, tmp_path):
     assert re.search(r"mlx-mtp( \(rank 1\))?: .*none: no such folder", "".join(said))
 
 
-def test_other_commands_run_on_rank_0_alone():
+def test_other_commands_run_on_rank_0_alone(model):
     """No ring is needed, for none of them is made."""
     said = []
     for rank in "01":
-        command = [*COMMAND, "plan", "e2b", "--chip", "M4 Max", "--memory", "64"]
+        command = [*COMMAND, "inspect", model]
         done = subprocess.run(command, env=environment(MLX_RANK=rank), capture_output=True)
         assert (done.returncode, done.stderr) == (0, b"")
         said.append(done.stdout)
-    assert b"e2b" in said[0]
+    assert said[0]
     assert said[1] == b""
 
 

@@ -199,6 +199,21 @@ def an_engine_anew(lead):
     return [*asked, last]
 
 
+def an_error_before_a_round(lead):
+    """The other rank must not begin that round."""
+    engine, first, last = lead(), Request(PROMPT, 9), Request(LONG, 4)
+    engine.add(first)
+    while len(first.tokens) < 3:
+        engine.step()
+    engine.draft_length = None
+    with pytest.raises(AttributeError):
+        run(engine)
+    engine.cancel(first)
+    engine.close()
+    run(lead(), last)
+    return [first, last]
+
+
 def two_engines(lead):
     """As bench has them, each in turn."""
     one, two = lead(rows=2), lead()
@@ -220,6 +235,7 @@ SCENES = [
     cancelled_in_decode,
     forgotten,
     an_engine_anew,
+    an_error_before_a_round,
     two_engines,
 ]
 
