@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_mtp.cli.terminal import farewells, launched, leave, say
+from mlx_mtp.cli.terminal import farewells, launched, leave, say, signals
 from mlx_mtp.errors import UsageError
 
 if TYPE_CHECKING:
+    from mlx_mtp import ranks
     from mlx_mtp.pair import Pair
     from mlx_mtp.weights.checkpoint import Progress
 
@@ -134,6 +135,18 @@ def draft_length(given: str | None) -> int | None:
         raise UsageError(f"--draft-len is {given!r}; it must be 0 to 8, or auto") from None
 
 
+@cache
+def joined() -> ranks.Link:
+    """This process among those that mlx.launch started; the first call is the main thread's. WAITS
+    until all are there. Raises MtpError."""
+    from mlx_mtp import ranks
+
+    with signals.unheard():
+        link = ranks.Link(leave)
+    farewells.append(link.end)
+    return link
+
+
 def load(
     model: str | None,
     drafter: str | None,
@@ -164,7 +177,6 @@ def load(
     if model is None and (revision or (drafter_revision and not drafter)):
         raise UsageError("a revision needs the --model or the --drafter that it is of")
 
-    from mlx_mtp import ranks
     from mlx_mtp.cli.view import Loading, human_bytes
     from mlx_mtp.engine import lockstep
     from mlx_mtp.weights.load import load_pair
@@ -177,8 +189,7 @@ def load(
         for name, given in refused.items():
             if given:
                 raise UsageError(f"{name} cannot be had on several ranks")
-        link = ranks.Link(leave)
-        farewells.append(link.end)
+        link = joined()
         how["ranks"] = link.ranks
         quiet |= rank > 0
     loading = None if quiet else Loading()

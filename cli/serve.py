@@ -61,7 +61,7 @@ def serve(
     from mlx_mtp.cli.backends import http
     from mlx_mtp.cli.backends.opening import service
 
-    key = api_key(api_key_file)
+    key = None if launched() else api_key(api_key_file)
     origins = tuple(http.origin(url) for url in allow_origin or ())
     bound = None if launched() else http.listen(host, port, key)
     opened, length = service(

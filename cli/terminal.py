@@ -167,6 +167,19 @@ class Signals:
         finally:
             self._deferred, self._last_words = False, lambda: None
 
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """The body may wait in native code that holds Python's lock, so that no thread of ours
+        runs: signals end the process at once. In the main thread."""
+        before = {n: h for n in ENDING if (h := signal.getsignal(n)) is not signal.SIG_IGN}
+        for number in before:
+            signal.signal(number, signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number not in self._ending:
             self.interrupted = True

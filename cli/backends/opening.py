@@ -73,6 +73,8 @@ def service(
         with _wrong_options_end_it():
             return pair.engine(kv_bits=kv_bits, max_kv=max_kv, rows=parallel, cache_bytes=cache)
 
+    if several:
+        options.joined()
     if launched():
         load(lambda *_: None)
     if several and idle_unload:
