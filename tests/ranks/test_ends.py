@@ -7,16 +7,19 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from functools import partial
+from multiprocessing.connection import Client, Listener
 
 import pytest
 
 from mlx_mtp import ranks
 from mlx_mtp.cli import terminal
+from mlx_mtp.models.shards import Ranks
 from tests.cli.conftest import COMMAND, environment
 from tests.cli.pairs import write_pair
 from tests.cli.talk import ENDLESS, Talk
@@ -218,6 +221,34 @@ def test_rank_0_is_found_where_the_ring_has_it(monkeypatch, tmp_path, variable, 
     else:
         monkeypatch.setenv("MLX_JACCL_COORDINATOR", "10.0.0.1:32323")
     assert ranks._address() == "10.0.0.1"
+
+
+def test_a_machine_that_falls_silent_is_noticed():
+    """Not only one that hangs up: whatever is sent must be answered, and silence is asked."""
+    with (
+        Listener(("127.0.0.1", 0)) as listener,
+        ranks._watched(Client(listener.address)) as link,
+        socket.socket(fileno=os.dup(link.fileno())) as one,
+    ):
+        assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 2
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 4000
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        ("[ring] connection to a peer was lost", "another rank of 2 has gone"),
+        ("[METAL] out of memory", "[METAL] out of memory"),
+    ],
+)
+def test_an_error_of_the_device_ends_it(error, line):
+    said = []
+    link = ranks.Link.__new__(ranks.Link)
+    link.ranks, link._leave = Ranks(0, 2), lambda *given: said.append(given)
+    link.lost(RuntimeError(error))
+    assert said == [(1, f"{line}, and this one ends with it")]
 
 
 def test_the_first_who_leaves_decides():

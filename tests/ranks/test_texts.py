@@ -72,7 +72,11 @@ def launched(request, alone, tmp_path_factory):
     (folder / "plan.json").write_text(json.dumps({name: known[0] for name, known in alone.items()}))
     command = [sys.executable, "-m", "tests.ranks.worker", str(folder)]
     processes = start(size, folder, command, cwd=Path(__file__).parents[2])
-    said = [process.communicate(timeout=240)[1].decode() for process in processes]
+    try:
+        said = [process.communicate(timeout=900)[1].decode() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert [process.returncode for process in processes] == [0] * size, said
     files = [folder / f"rank{rank}of{size}.json" for rank in range(size)]
     return [json.loads(file.read_text()) for file in files]
