@@ -47,7 +47,6 @@ class Ranks:
         did not wait for those before it would meet another one of rank 0's."""
         return self.total(x if self.rank == 0 else x * 0)
 
-
     def counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, which describes its collectives at its first call alone, as it is compiled, but
         does them at every one."""
