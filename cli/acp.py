@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 from mlx_mtp.cli import options
+from mlx_mtp.cli.terminal import leave
 
 HELP = """Be a coding agent for an editor: Agent Client Protocol v1 on stdin and stdout.
 
@@ -44,4 +44,4 @@ def acp(
     opened, length = service(**given)
     connection = Connection(opened, Writer(out, gone), length)
     # Threads may be in native code, which an ordinary exit would pull the ground from under.
-    os._exit(connection.serve(read if sys.stdin is not None else lambda: b""))
+    leave(connection.serve(read if sys.stdin is not None else lambda: b""))

@@ -18,8 +18,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_mtp.cli.options import WHICH_MODEL, DrafterBits, ForceFit, NoCalibrate, Revision
-from mlx_mtp.cli.terminal import OutputClosed, emit, say, signals, speaks_ansi, write_stderr
+from mlx_mtp.cli.options import WHICH_MODEL, DrafterBits, ForceFit, NoCalibrate, Revision, load
+from mlx_mtp.cli.terminal import (
+    OutputClosed,
+    emit,
+    launched,
+    say,
+    signals,
+    speaks_ansi,
+    write_stderr,
+)
 from mlx_mtp.errors import MtpError, UsageError
 
 if TYPE_CHECKING:
@@ -97,6 +105,32 @@ def bench(
     force_fit: ForceFit = False,
     no_calibrate: NoCalibrate = False,
 ) -> None:
+    from mlx_mtp.cli.view import Loading
+
+    def read(name: str) -> Pair:
+        loading = Loading()
+        try:
+            return load(
+                model,
+                name,
+                False,
+                None,
+                revision,
+                None,
+                drafter_bits,
+                quiet=True,
+                progress=loading,
+                force_fit=force_fit,
+                calibrate=not no_calibrate,
+            )
+        finally:
+            loading.close()
+
+    drafters = drafter or ["auto"]
+    if launched() is not None and (len(drafters) > 1 or vs):
+        raise UsageError("on several ranks bench takes one --drafter, and no --vs")
+    if launched():
+        read(drafters[0])  # and follows
     files = [path for path in (json_file, csv_file, chart) if path]
     if len({path.resolve() for path in files}) < len(files):
         raise UsageError("--json, --csv and --chart need a file each; two of them are the same")
@@ -116,10 +150,8 @@ def bench(
     if "mlx-vlm" in vs and importlib.util.find_spec("mlx_vlm") is None:
         raise UsageError("mlx-vlm is not installed; run: python3 -m pip install 'mlx-mtp[bench]'")
 
-    from mlx_mtp.cli.view import Loading
     from mlx_mtp.measure import bench as sweep
     from mlx_mtp.weights.find import find_pair
-    from mlx_mtp.weights.load import load_pair
 
     plan = sweep.Plan(
         _prompts(kinds, prompts),
@@ -133,23 +165,7 @@ def bench(
     if vs and not (1 in plan.batches and 0 in plan.temps):
         raise UsageError("--vs compares at batch 1 and temperature 0: measure these, too")
     old = None if compare is None else _read_report(compare)
-    found = {name: find_pair(model, name, revision) for name in drafter or ["auto"]}
-
-    def load(name: str) -> Pair:
-        loading = Loading()
-        try:
-            return load_pair(
-                model,
-                drafter=name,
-                revision=revision,
-                drafter_bits=drafter_bits,
-                force_fit=force_fit,
-                calibrate=not no_calibrate,
-                progress=loading,
-            )
-        finally:
-            loading.close()
-
+    found = {name: find_pair(model, name, revision) for name in drafters}
     known: list[Report] = []
     ended: list[bool] = []
     lock = threading.Lock()
@@ -180,7 +196,7 @@ def bench(
         others = _others(vs, model, found.values(), plan, folder, stack)
         stack.enter_context(signals.deferred(interrupted))
         try:
-            pairs = map(load, found)
+            pairs = map(read, found)
             whole = finish(sweep.measure(pairs, plan, others, _progress, say, known.append))
         finally:
             if signals.caught is not None:
@@ -349,9 +365,14 @@ def table(report: Report) -> list[str]:
 def title(report: Report) -> str:
     here = report.machine
     return (
-        f"{here['chip']}, {here['memory']}, {here['cores']} CPU cores, {here['system']}, on the "
+        f"{chip(report)}, {here['memory']}, {here['cores']} CPU cores, {here['system']}, on the "
         f"{here['device']}, MLX {here['mlx']}, mlx-mtp {here['mlx-mtp']}, {report.made}"
     )
+
+
+def chip(report: Report) -> str:
+    ranks = f"{report.machine['ranks']} ranks, each " if "ranks" in report.machine else ""
+    return ranks + report.machine["chip"]
 
 
 def same_text(cell: Cell) -> str:
@@ -376,7 +397,7 @@ def markdown_row(report: Report) -> str:
     auto = f"{ways['auto'].ratio[1]:.2f}" if "auto" in ways else ""
     here = report.machine
     figures = [f"{ways['0'].tps[1]:.1f}", f"{best.tps[1]:.1f} ({best.way})"]
-    names = [f"{here['chip']}, {here['memory']}", report.model, f"{here['mlx']}, {report.made}"]
+    names = [f"{chip(report)}, {here['memory']}", report.model, f"{here['mlx']}, {report.made}"]
     row = [*names, *figures, f"{best.ratio[1]:.2f}", auto, same_text(best)]
     return f"| {' | '.join(row)} |"
 

@@ -16,7 +16,7 @@ import typer
 
 from mlx_mtp.cli import options
 from mlx_mtp.cli.generate import MAX_PROMPT, read_prompt
-from mlx_mtp.cli.terminal import say, signals, write_stderr
+from mlx_mtp.cli.terminal import launched, say, signals, write_stderr
 from mlx_mtp.cli.view import summary_lines, view_for
 from mlx_mtp.errors import ContextError, MtpError, UsageError
 
@@ -88,7 +88,7 @@ def chat(
         draft_len=options.draft_length(draft_len),
     )
     prompt = None
-    if sys.stdin is None or not sys.stdin.isatty():
+    if launched() is None and (sys.stdin is None or not sys.stdin.isatty()):
         prompt = read_prompt("" if sys.stdin is None else None, None, raw=True)
         if not prompt.strip():
             raise UsageError("there is no prompt on stdin")

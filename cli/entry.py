@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import NoReturn
 
-from mlx_mtp.cli.terminal import Interrupted, signals
+from mlx_mtp.cli.terminal import Interrupted, leave, signals
 
 
 def run() -> NoReturn:
@@ -15,4 +14,4 @@ def run() -> NoReturn:
 
         command()
     except Interrupted as interrupt:
-        os._exit(interrupt.code)
+        leave(interrupt.code)

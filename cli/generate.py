@@ -32,7 +32,7 @@ from mlx_mtp.cli.options import (
     draft_length,
     load,
 )
-from mlx_mtp.cli.terminal import emit, say, signals
+from mlx_mtp.cli.terminal import emit, launched, say, signals
 from mlx_mtp.errors import UsageError
 
 MAX_PROMPT = 64 << 20  # bytes; the longest context of a Gemma 4 is about a megabyte of text
@@ -223,6 +223,8 @@ def _bias(given: str) -> tuple[int, float]:
 
 def read_prompt(argument: str | None, file: Path | None, *, raw: bool) -> str:
     """The prompt by the policy in HELP. Raises UsageError."""
+    if launched():
+        return "that of rank 0"
     if argument is not None and file is not None:
         raise UsageError("PROMPT and --prompt-file were both given; leave one out")
     if file is not None:
@@ -248,6 +250,8 @@ def read_prompt(argument: str | None, file: Path | None, *, raw: bool) -> str:
 
 
 def _stdin(*, asked: bool) -> str:
+    if launched() is not None:
+        raise UsageError("mlx.launch passes no end of stdin on: give PROMPT or --prompt-file")
     if sys.stdin is None or (sys.stdin.isatty() and not asked):
         raise UsageError("there is no prompt: give PROMPT, --prompt-file, or pipe one in")
     try:

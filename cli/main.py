@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -26,7 +25,17 @@ from mlx_mtp.cli import (
     tune,
     verify,
 )
-from mlx_mtp.cli.terminal import Interrupted, OutputClosed, say, signals, write_stderr
+from mlx_mtp.cli.terminal import (
+    Interrupted,
+    OutputClosed,
+    farewells,
+    follow_quietly,
+    launched,
+    leave,
+    say,
+    signals,
+    write_stderr,
+)
 from mlx_mtp.errors import MtpError
 
 # What click raises for a wrong command line; typer carries click inside and exports only this.
@@ -39,6 +48,8 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+# Where mlx.launch starts several ranks, the others are run by rank 0 alone.
+TOGETHER = ("generate", "chat", "bench", "stdio", "acp", "serve")
 app.command(help=generate.HELP)(generate.generate)
 app.command(help=chat.HELP)(chat.chat)
 app.command(help=plan.HELP)(plan.plan)
@@ -58,6 +69,8 @@ def main(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
+    if launched() and not version and context.invoked_subcommand not in TOGETHER:
+        raise typer.Exit()
     if version:
         from importlib.metadata import version as installed
 
@@ -69,6 +82,8 @@ def main(
 def run() -> NoReturn:
     """The entry point: runs a command and turns whatever ends it into a line and an exit code."""
     signals.install()
+    if launched():
+        follow_quietly()
     if sys.stdout is not None:
         # The text is UTF-8 to the byte, whatever the locale says; a folder's name may be no UTF-8.
         sys.stdout.reconfigure(  # type: ignore[union-attr]
@@ -85,24 +100,17 @@ def run() -> NoReturn:
         code = error.exit_code
     except Interrupted as interrupt:
         write_stderr("\n" if sys.stderr is not None and sys.stderr.isatty() else "")
-        _leave(interrupt.code)
+        leave(interrupt.code)
     except OutputClosed:
-        _leave(0)
+        leave(0)
     except Exception as error:
         if os.environ.get("MLX_MTP_TRACEBACK"):
             raise
         say(f"{type(error).__name__}: {error} (MLX_MTP_TRACEBACK=1 shows where)")
         code = 1
-    if signals.caught is not None:
-        _leave(signals.caught)
+    if signals.caught is not None or farewells:
+        leave(signals.caught or code)
     sys.exit(code)
-
-
-def _leave(code: int) -> NoReturn:
-    """Ends the process without waiting for the device or for a reader that has gone."""
-    with suppress(OSError, ValueError, AttributeError):
-        sys.stdout.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_mtp.cli.terminal import say
+from mlx_mtp.cli.terminal import farewells, launched, leave, say, signals
 from mlx_mtp.errors import UsageError
 
 if TYPE_CHECKING:
+    from mlx_mtp import ranks
     from mlx_mtp.pair import Pair
     from mlx_mtp.weights.checkpoint import Progress
 
@@ -133,6 +135,18 @@ def draft_length(given: str | None) -> int | None:
         raise UsageError(f"--draft-len is {given!r}; it must be 0 to 8, or auto") from None
 
 
+@cache
+def joined() -> ranks.Link:
+    """This process among those that mlx.launch started; the first call is the main thread's. WAITS
+    until all are there. Raises MtpError."""
+    from mlx_mtp import ranks
+
+    with signals.unheard():
+        link = ranks.Link(leave)
+    farewells.append(link.end)
+    return link
+
+
 def load(
     model: str | None,
     drafter: str | None,
@@ -164,10 +178,20 @@ def load(
         raise UsageError("a revision needs the --model or the --drafter that it is of")
 
     from mlx_mtp.cli.view import Loading, human_bytes
+    from mlx_mtp.engine import lockstep
     from mlx_mtp.weights.load import load_pair
 
     # Nothing is drafted with 0, so a drafter that was not asked for need not be loaded.
     plain = no_drafter or (draft_length(draft_len) == 0 and drafter is None)
+    rank = launched()
+    if rank is not None:
+        refused = {"--exact": how.get("exact"), "--drafter-device": drafter_device}
+        for name, given in refused.items():
+            if given:
+                raise UsageError(f"{name} cannot be had on several ranks")
+        link = joined()
+        how["ranks"] = link.ranks
+        quiet |= rank > 0
     loading = None if quiet else Loading()
     pair = load_pair(
         model,
@@ -176,9 +200,15 @@ def load(
         drafter_revision=drafter_revision,
         drafter_bits=None if plain else drafter_bits,
         drafter_device=None if plain else drafter_device,
-        progress=progress or loading,
+        progress=None if rank else progress or loading,
         **how,
     )
+    if rank is not None:
+        if rank > 0:
+            lockstep.follow(
+                link, partial(lockstep.Follower, pair.target, pair.drafter, journal=link)
+            )
+        pair.journal = link
     if loading is not None:
         loading.close()
     if model is None and not quiet:

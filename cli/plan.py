@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mlx_mtp.measure.machine import Machine
     from mlx_mtp.measure.plan import Plan
 
-MOST_CONTEXT = 1 << 20
+MOST_CONTEXT, MOST_HOSTS = 1 << 20, 32
 HELP = """Say which pairs fit this machine, or another, and how fast they could be.
 
 Without MODEL the five published pairs in 4, 8 and 16 bits, from shapes alone: nothing is contacted.
@@ -24,7 +24,10 @@ Fitting means weights, drafter, KV of --context and a tenth of the weights for a
 Metal recommends, or all memory where MLX runs on a CPU; snapshots of conversations take a quarter
 of what is left, or less. Sizes are as this machine loads them, with --chip as a Mac does. Tokens/s
 are a roofline: what bandwidth, arithmetic and launches allow at acceptances that others published,
-not a measurement."""
+not a measurement.
+
+With --hosts N as many machines of that kind share each model by mlx.launch: sizes are those of the
+largest part, and tokens/s a prediction for JACCL over Thunderbolt 5 and for a ring over 10 GbE."""
 
 
 def plan(
@@ -51,6 +54,13 @@ def plan(
             show_default=False,
         ),
     ] = 8192,
+    hosts: Annotated[
+        int,
+        typer.Option(
+            help="How many such machines share a model by mlx.launch. [default: 1]",
+            show_default=False,
+        ),
+    ] = 1,
     revision: Revision = None,
     drafter: DrafterId = None,
     drafter_revision: DrafterRevision = None,
@@ -60,9 +70,12 @@ def plan(
         raise UsageError("--chip and --memory go together: both are of the machine to plan for")
     if not 1 <= context <= MOST_CONTEXT:
         raise UsageError(f"the context is {context} tokens; it must be 1 to {MOST_CONTEXT}")
+    if not 1 <= hosts <= MOST_HOSTS:
+        raise UsageError(f"hosts are {hosts}; they must be 1 to {MOST_HOSTS}")
     if model is None and (drafter is not None or revision is not None or drafter_revision):
         raise UsageError("a drafter or a revision needs the MODEL that it belongs to")
 
+    from mlx_mtp.measure import hosts as between
     from mlx_mtp.measure import machine as machines
     from mlx_mtp.measure import plan as plans
     from mlx_mtp.models.layers import on_cpu
@@ -93,6 +106,8 @@ def plan(
             if not pairs:
                 raise
             say(f"{error}; what follows is from shapes alone")
+    if hosts > 1:
+        pairs = [plans.shared(sizes, hosts) for sizes in pairs]
     if machine.chip is None:
         say(
             f"tokens/s are left out: {machine.name} is no Apple chip that is known; another is "
@@ -108,27 +123,35 @@ def plan(
             "context": context,
             "note": plans.ROOFLINE,
         }
+        if hosts > 1:
+            about |= {"hosts": hosts, "note": between.PREDICTED}
         emit(json.dumps({**about, "pairs": [p.to_dict() for p in made]}) + "\n")
     else:
-        emit("".join(f"{line}\n" for line in describe(machine, context, made)))
+        emit("".join(f"{line}\n" for line in describe(machine, context, made, hosts)))
 
 
-def describe(machine: Machine, context: int, made: list[Plan]) -> list[str]:
+def describe(machine: Machine, context: int, made: list[Plan], hosts: int) -> list[str]:
     from mlx_mtp.cli.view import human_bytes
+    from mlx_mtp.measure.hosts import LINKS, PREDICTED
     from mlx_mtp.measure.plan import ROOFLINE
 
     def speed(value: float | None) -> str:
         return "-" if value is None else f"{value:.1f}"
 
-    rows = [["model", "bits", "fits", "weights", "drafter", "KV", "plain tok/s", "MTP", "drafts"]]
+    titles = ["plain tok/s", "MTP", "drafts"] if hosts == 1 else [link.name for link in LINKS]
+    rows = [["model", "bits", "fits", "weights", "drafter", "KV", *titles]]
     for p in made:
         sizes = (human_bytes(size) for size in (p.weights, p.drafter, p.kv))
         length = "-" if p.draft_len is None else str(p.draft_len)
-        speeds = speed(p.plain_tps), speed(p.mtp_tps), length
+        speeds = [speed(p.plain_tps), speed(p.mtp_tps), length]
+        if p.links is not None:
+            told = {n: f"{s.plain_tps} / {s.mtp_tps} ({s.draft_len})" for n, s in p.links.items()}
+            speeds = [told.get(title, "-") for title in titles]
         rows.append([p.model, str(p.bits), "yes" if p.fits else "no", *sizes, *speeds])
+    each = "" if hosts == 1 else f"each of {hosts}: "
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        f"{machine.name}, {machine.memory / 2**30:.0f} GiB, {machine.limit / 2**30:.1f} GiB "
+        f"{each}{machine.name}, {machine.memory / 2**30:.0f} GiB, {machine.limit / 2**30:.1f} GiB "
         f"({human_bytes(machine.limit)}) of them for weights and KV; context {context}",
         *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
     ]
@@ -141,4 +164,4 @@ def describe(machine: Machine, context: int, made: list[Plan]) -> list[str]:
     else:
         needed = min(p.needed for p in made)
         lines.append(f"nothing fits: the smallest needs {human_bytes(needed)}")
-    return [*lines, *([] if machine.chip is None else [ROOFLINE])]
+    return [*lines, *([] if machine.chip is None else [ROOFLINE if hosts == 1 else PREDICTED])]

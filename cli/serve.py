@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mlx_mtp.cli import options
-from mlx_mtp.cli.terminal import say
+from mlx_mtp.cli.terminal import end_with_launcher, launched, leave, say
 from mlx_mtp.errors import UsageError
 
 HELP = """Answer OpenAI's API over HTTP.
@@ -61,9 +61,9 @@ def serve(
     from mlx_mtp.cli.backends import http
     from mlx_mtp.cli.backends.opening import service
 
-    key = api_key(api_key_file)
+    key = None if launched() else api_key(api_key_file)
     origins = tuple(http.origin(url) for url in allow_origin or ())
-    listening, local = http.listen(host, port, key)
+    bound = None if launched() else http.listen(host, port, key)
     opened, length = service(
         model,
         revision,
@@ -82,6 +82,9 @@ def serve(
         max_queue,
         idle_unload,
     )
+    assert bound is not None  # other ranks are still in there
+    listening, local = bound
+    end_with_launcher()
     settings = http.Settings(
         model, length, host if local else None, key, origins, max_body * 1_000_000
     )
@@ -95,7 +98,7 @@ def serve(
         say(f"{known.name} is ready{drafts}, {known.context} tokens of context")
         thread.join()
     # Threads may be in native code, which an ordinary exit would pull the ground from under.
-    os._exit(opened.failed.exit_code if opened.failed is not None else 1)
+    leave(opened.failed.exit_code if opened.failed is not None else 1)
 
 
 def api_key(file: Path | None) -> str | None:

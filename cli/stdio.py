@@ -9,7 +9,7 @@ import sys
 from typing import NoReturn
 
 from mlx_mtp.cli import options
-from mlx_mtp.cli.terminal import say
+from mlx_mtp.cli.terminal import leave
 from mlx_mtp.errors import MtpError
 
 HELP = """Answer JSON-RPC 2.0 requests on stdin, one a line, with lines on stdout.
@@ -64,7 +64,7 @@ def stdio(
     )
     connection = Connection(opened, Writer(out, gone), model, drafter, length)
     # Threads may be in native code, which an ordinary exit would pull the ground from under.
-    os._exit(connection.serve(read if sys.stdin is not None else lambda: b""))
+    leave(connection.serve(read if sys.stdin is not None else lambda: b""))
 
 
 def take_stdout() -> int:
@@ -87,6 +87,6 @@ def read() -> bytes:
 
 
 def gone(error: OSError | None) -> NoReturn:
-    if error is not None:
-        say(f"the answers cannot be written to stdout: {error.strerror}")
-    os._exit(0 if error is None else 1)
+    if error is None:
+        leave(0)
+    leave(1, f"the answers cannot be written to stdout: {error.strerror}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import select
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from mlx_mtp.errors import MtpError
 
@@ -30,7 +31,8 @@ def say(line: str) -> None:
     """A line on stderr; without effect where stderr is closed or full. What is no printable
     character is spelt out: a folder's name must neither break the line nor steer the terminal."""
     spelt = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-    write_stderr(f"mlx-mtp: {spelt}\n")
+    rank = launched()
+    write_stderr(f"mlx-mtp{f' (rank {rank})' if rank else ''}: {spelt}\n")
 
 
 def write_stderr(text: str) -> None:
@@ -54,6 +56,54 @@ def emit(text: str) -> None:
         raise OutputClosed from None
     except OSError as error:
         raise MtpError(f"the text cannot be written to stdout: {error.strerror}") from None
+
+
+# What is to be done before the process ends, with its exit code.
+farewells: list[Callable[[int], None]] = []
+LAST_WORDS = 2  # seconds
+_leaving = threading.Lock()
+
+
+def leave(code: int, line: str | None = None) -> NoReturn:
+    """Ends the process, after a line, without waiting for the device or for a reader that has
+    gone. Of several threads that want to the first one does."""
+    if _leaving.acquire(timeout=LAST_WORDS):
+        if line is not None:
+            say(line)
+        for farewell in farewells:
+            farewell(code)
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+    os._exit(code)
+
+
+def launched() -> int | None:
+    """The rank of this process, where mlx.launch started several; None: it runs alone."""
+    rank = os.environ.get("MLX_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
+    hosts = os.environ.get("MLX_HOSTFILE")
+    if hosts and os.path.exists(hosts) and os.path.getsize(hosts) < 3:
+        return None  # mlx.launch -n 1
+    return None if rank is None else int(rank)
+
+
+def follow_quietly() -> None:
+    """Another rank than 0 asks nothing and says nothing but errors."""
+    for number, how in ((0, os.O_RDONLY), (1, os.O_WRONLY)):
+        os.dup2(os.open(os.devnull, how), number)
+
+
+def end_with_launcher() -> None:
+    """Have rank 0 end when mlx.launch does, which holds its stdin open, where nothing else reads
+    that."""
+
+    def read() -> None:
+        with suppress(OSError):
+            while os.read(0, 1 << 16):
+                pass
+        leave(128 + signal.SIGHUP, "mlx.launch has gone, and this ends with it")
+
+    if launched() is not None and stat.S_ISFIFO(os.fstat(0).st_mode):
+        threading.Thread(target=read, daemon=True).start()
 
 
 def speaks_ansi(stream: TextIO | None) -> bool:
@@ -117,6 +167,19 @@ class Signals:
         finally:
             self._deferred, self._last_words = False, lambda: None
 
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """The body may wait in native code that holds Python's lock, so that no thread of ours
+        runs: signals end the process at once. In the main thread."""
+        before = {n: h for n in ENDING if (h := signal.getsignal(n)) is not signal.SIG_IGN}
+        for number in before:
+            signal.signal(number, signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number not in self._ending:
             self.interrupted = True
@@ -134,7 +197,7 @@ class Signals:
         select.select([reader], [], [], self.grace)
         with suppress(Exception):
             self._last_words()
-        os._exit(128 + number)
+        leave(128 + number)
 
 
 signals = Signals()

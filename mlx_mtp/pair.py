@@ -12,6 +12,7 @@ from mlx_mtp.errors import LoadError
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.calibrate import Calibration
+    from mlx_mtp.engine.lockstep import Journal
     from mlx_mtp.engine.session import Engine
     from mlx_mtp.models.drafter import Drafter
     from mlx_mtp.models.target import Target
@@ -73,7 +74,8 @@ class Pair:
     length where it is left open, and learns as long as the pair lives. compiled: whether rounds are
     faster compiled, pipelined: pipelined, once that was measured.
     calibration: which kernels are used here, None off Metal. exact: draft only as far as a verify
-    pass is bit for bit what plain decoding is on this machine (`engine.exact`).
+    pass is bit for bit what plain decoding is on this machine (`engine.exact`). journal: where
+    several ranks run the target, that of rank 0's engines.
     """
 
     target: Target
@@ -97,6 +99,7 @@ class Pair:
     pipelined: bool | None = None
     calibration: Calibration | None = None
     exact: bool = False
+    journal: Journal | None = None
 
     def cache_bytes(self, share: float = 0.25) -> int:
         """What the KV of conversations that may go on can take: a share of what is left of the
@@ -111,6 +114,7 @@ class Pair:
         rows, which are not probed."""
         import mlx.core as mx
 
+        from mlx_mtp.engine import lockstep
         from mlx_mtp.engine.session import Engine
 
         here, device = mx.default_device().type.name, self.drafter_device
@@ -123,10 +127,14 @@ class Pair:
             "memory_limit": self.memory_limit,
             "drafter_device": beside,
         }
-        if self.calibration is not None:
+        if self.calibration is not None and self.journal is None:
             text, bits = self.target.config.text, how.get("kv_bits")
             settings["full_ways"] = self.calibration.attention(text, self.target.dtype, bits)
-        engine = Engine(self.target, self.drafter, **(settings | how))
+        if self.journal is None:
+            engine = Engine(self.target, self.drafter, **(settings | how))
+        else:
+            settings = settings | how | {"journal": self.journal}
+            engine = lockstep.Leader(self.target, self.drafter, **settings)
         racing = self.calibration is None or self.calibration.racing
         if racing and beside is None and how["compile"] is None and here == "gpu":
             engine.calibrate()

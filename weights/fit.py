@@ -47,9 +47,11 @@ SIZES = {
 }
 
 
-def kv_bytes(text: TextConfig, dtype: mx.Dtype = mx.bfloat16) -> int:
-    """Bytes of KV for one row of POSITIONS."""
-    return KVLayout(text, dtype).nbytes(1, POSITIONS)
+def kv_bytes(
+    text: TextConfig, dtype: mx.Dtype = mx.bfloat16, kv_heads: tuple[int, ...] | None = None
+) -> int:
+    """Bytes of KV for one row of POSITIONS; kv_heads as in `KVLayout`."""
+    return KVLayout(text, dtype, kv_heads=kv_heads).nbytes(1, POSITIONS)
 
 
 def device_bytes() -> int:
@@ -71,12 +73,13 @@ def check(
     available: int | None = None,
     others: int = 0,
     quantized: bool = True,
+    kv_heads: tuple[int, ...] | None = None,
 ) -> None:
     """Raises FitError, one line, when weights (target, drafter) and 8k positions of KV exceed
     the device, of which other processes keep `others` bytes. `quantized`: whether the target is
     already packed."""
     available = max((device_bytes() if available is None else available) - others, 0)
-    kv = kv_bytes(text, mx.float32 if float32 else mx.bfloat16)
+    kv = kv_bytes(text, mx.float32 if float32 else mx.bfloat16, kv_heads)
     needed = sum(weights) + kv
     if needed <= available:
         return

@@ -20,6 +20,7 @@ from mlx_mtp.folders import data_folder
 from mlx_mtp.kernels.launch import on_metal
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.layers import on_cpu
+from mlx_mtp.models.shards import Ranks
 from mlx_mtp.models.target import Target
 from mlx_mtp.pair import GenerationDefaults, Pair
 from mlx_mtp.text.chat import ChatTemplate
@@ -28,7 +29,7 @@ from mlx_mtp.weights import fit, tuned
 from mlx_mtp.weights.checkpoint import Checkpoint, Folder, Progress
 from mlx_mtp.weights.find import Found, find_pair
 from mlx_mtp.weights.limits import limit_memory, wired_by_others
-from mlx_mtp.weights.planned import Model, Planned, plan_drafter, plan_target
+from mlx_mtp.weights.planned import Model, Planned, plan_drafter, plan_target, shard
 
 DRAFTER_BITS = (0, 4, 6, 8)
 NO_BOS = "its tokenizer has no BOS token, so prompts begin without one"
@@ -46,6 +47,7 @@ def load_pair(
     calibrate: bool = True,
     exact: bool = False,
     profile: bool = True,
+    ranks: Ranks | None = None,
     progress: Progress | None = None,
 ) -> Pair:
     """A target and its drafter, ready to generate.
@@ -60,6 +62,7 @@ def load_pair(
     calibrate: on Metal, race the kernels that are not known yet for this model's shapes; else only
     what earlier races gave is used (`engine.calibrate`).
     exact: draft only where that is bit for bit what plain decoding is here (`engine.exact`).
+    ranks: read only this rank's part of the target; every rank has the drafter whole.
     profile: go by what `mlx-mtp tune` measured, where that is of this pair on this machine.
     progress: called with (what, bytes done, bytes in all) while weights come in.
     Raises LoadError, PairError, FitError and UsageError, all but the tokenizer's before any weight
@@ -77,7 +80,8 @@ def load_pair(
     target, assistant = found.target, found.drafter
     where = target.checkpoint.where("generation_config.json")
     defaults = GenerationDefaults.from_files(found.config, target.checkpoint.generation, where)
-    float32 = _float32_pays(target)
+    float32 = _float32_pays(target)  # of the whole model: the same on every rank
+    shard(target, ranks or Ranks())
     known, known_line = None, None
     # The key takes milliseconds, which most have no profile to compare with.
     if profile and tuned.path_of(data_folder(), target.source.name).exists():
@@ -100,6 +104,7 @@ def load_pair(
             float32,
             others=others,
             quantized=bool(target.quantized),
+            kv_heads=target.module.kv_heads,
         )
         downloads: dict[Path, int] = {}
         for p, *_ in planned:  # both may go to one disk
@@ -109,7 +114,8 @@ def load_pair(
             fit.check_disk(size, disk)
     planned_bytes = sum(p.nbytes(in_float32) for p, in_float32, _ in planned)
     # A tenth of the weights is what activations and allocation take beside them, at the most.
-    headroom = fit.kv_bytes(target.text, mx.float32 if float32 else mx.bfloat16)
+    dtype = mx.float32 if float32 else mx.bfloat16
+    headroom = fit.kv_bytes(target.text, dtype, target.module.kv_heads)
     headroom += planned_bytes // 10
     restore_limits, limited = limit_memory(planned_bytes, headroom, data_folder() / "wired")
     try:
@@ -164,10 +170,14 @@ def read_drafter(found: Found, bits: int) -> Drafter:
     return found.drafter.module
 
 
-def load_target(folder: str | Path, *, float32: bool | None = None) -> Target:
+def load_target(
+    folder: str | Path, *, float32: bool | None = None, ranks: Ranks | None = None
+) -> Target:
     """A target alone from a folder, which needs no tokenizer. float32: None decides by device and
-    size as `load_pair` does. Raises LoadError."""
-    return _alone(plan_target(Checkpoint.open(Folder.at(folder))), float32)
+    size as `load_pair` does. ranks: read only this one's part. Raises LoadError, UsageError."""
+    planned = plan_target(Checkpoint.open(Folder.at(folder)))
+    shard(planned, ranks or Ranks())
+    return _alone(planned, float32)
 
 
 def load_drafter(folder: str | Path, *, float32: bool | None = None) -> Drafter:

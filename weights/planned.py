@@ -16,6 +16,7 @@ from mlx_mtp.config import DrafterConfig, TargetConfig, TextConfig
 from mlx_mtp.errors import LoadError
 from mlx_mtp.models.drafter import Drafter
 from mlx_mtp.models.layers import lay_out_for_cpu, on_cpu
+from mlx_mtp.models.shards import Cut, Ranks, Shards
 from mlx_mtp.models.target import Target
 from mlx_mtp.weights import layout
 from mlx_mtp.weights.checkpoint import SMALL_FILES, Checkpoint, Folder, Progress, Source, Tensor
@@ -30,7 +31,8 @@ class Planned(Generic[Model]):
     """A checkpoint whose tensors are known to fit its config; none of their data is read yet.
 
     quantized: path of a layer -> its bits, group size and mode. packed: the same for layers that
-    are stored as floats and quantised as they are read.
+    are stored as floats and quantised as they are read. cuts: which part of a parameter is read,
+    where that is not all of it.
     """
 
     checkpoint: Checkpoint
@@ -39,6 +41,7 @@ class Planned(Generic[Model]):
     module: Model
     quantized: dict[str, dict[str, Any]]
     packed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    cuts: dict[str, Cut] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
 
     @property
@@ -77,7 +80,7 @@ class Planned(Generic[Model]):
     def nbytes(self, float32: bool) -> int:
         """Bytes in memory once loaded, floats as stored or (on the CPU) all in float32."""
         grown = {"I64": 0.5, **({"F16": 2, "BF16": 2} if float32 else {})}
-        total = 0
+        total = 0.0
         clusters = "masked_embedding.token_ordering" in self.plan.parts
         for name, part in self.plan.parts.items():
             size = int(part.nbytes * grown.get(part.tensor.dtype, 1))
@@ -89,8 +92,8 @@ class Planned(Generic[Model]):
                 # lay_out_for_cpu gives a tied head a table of its own.
                 own = float32 and "embed_tokens" not in self.quantized and not clusters
                 size *= 2 if own else 1
-            total += size
-        return total
+            total += size * (self.cuts[name].share if name in self.cuts else 1)
+        return int(total)
 
     def loaded_bytes(self) -> int:
         """Bytes that the module's arrays take."""
@@ -162,7 +165,7 @@ class Planned(Generic[Model]):
             for name, parts in tensors.items():
                 array = lazy.pop(name)
                 for key, part in parts:
-                    ready = _prepare(array, part, float32)
+                    ready = _prepare(array, part, self.cuts.get(key), float32)
                     path = key.removesuffix(".weight")
                     if scheme := self.packed.get(path):
                         leaves = zip(_LEAVES, mx.quantize(ready, **scheme), strict=True)
@@ -217,9 +220,31 @@ def _plan(checkpoint: Checkpoint, text: TextConfig, module: Model, owners: int) 
     return planned
 
 
-def _prepare(array: mx.array, part: layout.Part, float32: bool) -> mx.array:
+def part_of(
+    config: TargetConfig, quantized: dict[str, dict[str, Any]], ranks: Ranks
+) -> tuple[Target, Shards]:
+    """A rank's part of a target, without its weights; quantized as in `Planned`, of the whole
+    target. Raises UsageError."""
+    groups = {path: scheme["group_size"] for path, scheme in quantized.items()}
+    shards = Shards(config.text, ranks, groups)
+    module = Target(config, shards)
+    nn.quantize(module, class_predicate=lambda path, _: quantized.get(path, False))
+    return module, shards
+
+
+def shard(planned: Planned[Target], ranks: Ranks) -> None:
+    """Has `read` make and read only this rank's part of a target. Raises UsageError."""
+    if ranks.size == 1:
+        return
+    planned.module, shards = part_of(planned.module.config, planned.quantized, ranks)
+    planned.cuts = {name: cut for name in planned.plan.parts if (cut := shards.cut(name))}
+
+
+def _prepare(array: mx.array, part: layout.Part, cut: Cut | None, float32: bool) -> mx.array:
     if part.half is not None:
         array = mx.contiguous(mx.split(array, 2, axis=-2)[part.half])
+    if cut is not None:
+        array = cut.of(array)
     if array.dtype == mx.int64:
         return array.astype(mx.int32)
     if float32 and mx.issubdtype(array.dtype, mx.floating):

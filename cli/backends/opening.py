@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING
 
 from mlx_mtp.cli import options
 from mlx_mtp.cli.backends.service import Service
-from mlx_mtp.cli.terminal import say
+from mlx_mtp.cli.terminal import launched, leave, say
 from mlx_mtp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,13 +38,17 @@ def service(
 ) -> tuple[Service, int | None]:
     """Loading, in a thread, what the command line names; and the draft length of requests that
     name none, None for auto. Raises UsageError; of what only loading finds wrong with the options
-    one line is said and the process ends with 2."""
+    one line is said and the process ends with 2. Another rank than 0 never returns from here."""
     from mlx_mtp.engine.draft_length import check_draft_len
 
     length = options.draft_length(draft_len)
     check_draft_len(length or 0)
 
+    several, loads = launched() is not None, count(1)
+
     def load(progress: Progress) -> Pair:
+        if next(loads) > 1 and several:
+            leave(1, "several ranks load a model once")
         with _wrong_options_end_it():
             pair = options.load(
                 model,
@@ -69,7 +73,13 @@ def service(
         with _wrong_options_end_it():
             return pair.engine(kv_bits=kv_bits, max_kv=max_kv, rows=parallel, cache_bytes=cache)
 
-    idle_s = 60 * idle_unload or None
+    if several:
+        options.joined()
+    if launched():
+        load(lambda *_: None)
+    if several and idle_unload:
+        say("several ranks keep their weights: --idle-unload is off")
+    idle_s = (not several) * 60 * idle_unload or None
     return Service(load, make, rows=parallel, most_waiting=max_queue, idle_s=idle_s), length
 
 
@@ -79,5 +89,4 @@ def _wrong_options_end_it() -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        say(str(error))
-        os._exit(error.exit_code)
+        leave(error.exit_code, str(error))

@@ -34,7 +34,7 @@ from mlx_mtp.cli.backends.service import (
     one_line,
     report,
 )
-from mlx_mtp.cli.terminal import say
+from mlx_mtp.cli.terminal import launched, say
 from mlx_mtp.errors import ContextError, FitError, MtpError, UsageError
 
 if TYPE_CHECKING:
@@ -390,11 +390,12 @@ class Connection(Endpoint):
         return openai.names(self._model, self.service.model)
 
     def serve(self, read: Callable[[], bytes]) -> int:
-        """Answers what is read until EOF or `exit`; returns the exit code. WAITS for the requests
-        then live; `exit` cancels them and waits for no reader."""
+        """Answers what is read until EOF or `exit`, on several ranks, which hear of no EOF, until
+        `shutdown`; returns the exit code. WAITS for the requests then live; `exit` cancels them and
+        waits for no reader."""
         for number, line in enumerate(lines(read), 1):
             self._receive(line, number)
-            if self._over:
+            if self._over or (self._closing and launched() is not None):
                 break
         until = time.monotonic() + (LAST_WORDS if self._over else math.inf)
         while self._live and time.monotonic() < until:

@@ -15,9 +15,9 @@ length on the host, and `view` refuses a pass that might reach past the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 
 import mlx.core as mx
 
@@ -47,7 +47,7 @@ class KVLayout:
     Their views take over the list of buffers that they are given, for a name that holds an old
     buffer makes a write copy it. Not within a trace. full_ways: how blocks of so many tokens attend
     in full layers, 'folded' (products and a softmax) or 'kernel' (`kernels.attention`); others take
-    MLX's fused attention.
+    MLX's fused attention. kv_heads: how many heads of each layer that owns KV lie here; None: all.
 
     Raises UsageError for other bits, or where no group size divides the head dim.
     """
@@ -57,6 +57,7 @@ class KVLayout:
     bits: int | None = None
     stepwise: bool = False
     full_ways: Mapping[int, str] = field(default_factory=dict)
+    kv_heads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in (None, 8, 4):
@@ -120,10 +121,10 @@ class KVLayout:
     def allocate(self, rows: int, capacity: int) -> Buffers:
         """Zeros: whatever never was written must not be NaN, which would leak through a mask."""
         buffers = []
-        for kind in self._kinds:
+        for kind, heads in self._owners:
             slots = capacity if kind == FULL else self.ring
             one = mx.zeros((1, 1, 1, self.text.head_dim_of(kind)), self.dtype)
-            shape = (rows, self.text.kv_heads_of(kind), slots)
+            shape = (rows, heads, slots)
             parts = self.encode(kind, one, one)
             buffers.append(tuple(mx.zeros((*shape, p.shape[-1]), p.dtype) for p in parts))
         return buffers
@@ -131,9 +132,9 @@ class KVLayout:
     def nbytes(self, rows: int, capacity: int) -> int:
         """Bytes that `allocate` takes."""
         total = 0
-        for kind in self._kinds:
+        for kind, heads in self._owners:
             slots = capacity if kind == FULL else self.ring
-            token = self.text.kv_bytes_per_token(kind, self.dtype.size)
+            token = 2 * heads * self.text.head_dim_of(kind) * self.dtype.size
             if kind == FULL and self.bits:
                 # Of each group its packed values, a scale and a bias.
                 groups = token // self.dtype.size // self.group
@@ -206,6 +207,12 @@ class KVLayout:
         """The types of the layers that own KV."""
         return self.text.layer_types[: self.text.num_owners]
 
+    @property
+    def _owners(self) -> Iterator[tuple[str, int]]:
+        """Of the same layers also how many heads lie here."""
+        heads = self.kv_heads or map(self.text.kv_heads_of, self._kinds)
+        return zip(self._kinds, heads, strict=True)
+
     def view(self, buffers: Buffers, length: mx.array, tokens: int, bound: int) -> View:
         """A pass that writes `tokens` (1 or more) after each row's `length` [B] and attends.
 
@@ -251,20 +258,22 @@ class Places:
     copy all of it. Indices for every axis spare MLX the making of some: four operations a write.
     """
 
-    def __init__(self, slots: mx.array, heads: int, run: bool):
-        self._slots, self._heads = slots, heads
+    def __init__(self, slots: mx.array, run: bool):
+        self._slots = slots
         self._start = slots[0, :1] if run else None
+        self._indices: dict[int, tuple[mx.array, ...]] = {}
 
-    @cached_property
-    def _index(self) -> tuple[mx.array, ...]:
-        rows, heads = mx.arange(len(self._slots)), mx.arange(self._heads)
-        return rows[:, None, None], heads[:, None], self._slots[:, None]
+    def _index(self, heads: int) -> tuple[mx.array, ...]:
+        if heads not in self._indices:
+            rows, every = mx.arange(len(self._slots)), mx.arange(heads)
+            self._indices[heads] = rows[:, None, None], every[:, None], self._slots[:, None]
+        return self._indices[heads]
 
     def store(self, buffer: mx.array, new: mx.array) -> mx.array:
         """`buffer` [B, heads, S, D] with `new` [B, heads, T, D]."""
         if self._start is not None:
             return mx.slice_update(buffer, new, self._start, axes=[2])
-        buffer[self._index] = new
+        buffer[self._index(buffer.shape[1])] = new
         return buffer
 
 
@@ -336,22 +345,24 @@ class View:
             places.store(old, part) for old, part in zip(self.buffers[layer], new, strict=True)
         )
 
-    def attend(self, key: KVKey, queries: mx.array) -> mx.array:
+    def attend(self, key: KVKey, queries: mx.array, seen: slice | None = None) -> mx.array:
         """[B, heads, T, D] over what is committed and what this pass wrote."""
         layer = self.layer(key)
         mask = self.masks[self.layout.text.layer_types[layer]]
-        return self.attend_layer(layer, queries, self.offset, mask)
+        return self.attend_layer(layer, queries, self.offset, mask, seen)
 
     def attend_layer(
-        self, layer: int, queries: mx.array, offset: mx.array, mask: mx.array
+        self, layer: int, queries: mx.array, offset: mx.array, mask: mx.array, seen: slice | None
     ) -> mx.array:
         """`attend` for queries from positions `offset` [B] on."""
         way = None
         if self.layout.text.layer_types[layer] == FULL:
             way = self.layout.full_ways.get(queries.shape[2])
-        if way == "kernel":
+        if way == "kernel" and seen is None:
             return attend(queries, self.layout.long_kv(self.buffers[layer]), offset)
         kv = self.read(layer)
+        if seen is not None:
+            kv = tuple(part[:, seen] for part in kv)
         if len(kv) == 2 and not on_cpu() and way is None:
             return by_mlx(queries, *kv, mask)
         return attention(queries, kv[0].shape[1], *self.layout.products(kv), mask)
@@ -406,10 +417,8 @@ class BlockView(View):
         # A block of several tokens may wrap around the end of a ring.
         one = len(length) == 1
         self.places = {
-            FULL: Places(at, layout.text.kv_heads_of(FULL), one),
-            SLIDING: Places(
-                at % layout.ring, layout.text.kv_heads_of(SLIDING), one and tokens == 1
-            ),
+            FULL: Places(at, one),
+            SLIDING: Places(at % layout.ring, one and tokens == 1),
         }
         self._mask(at, self._ring_positions(length + (tokens - 1)))
 
@@ -447,13 +456,13 @@ class PrefillView(View):
             kept = min(self.tokens, self.layout.ring)
             slots, run = self.at[:, -kept:] % self.layout.ring, False
             new = tuple(part[:, :, -kept:] for part in new)
-        self.store(layer, new, Places(slots, keys.shape[1], run))
+        self.store(layer, new, Places(slots, run))
 
-    def attend(self, key: KVKey, queries: mx.array) -> mx.array:
+    def attend(self, key: KVKey, queries: mx.array, seen: slice | None = None) -> mx.array:
         layer, heads = int(key), queries.shape[1]
         most = max(2, (CPU_SCORES if on_cpu() else GPU_SCORES) // (heads * self.slots))
         if layer in self.chunks or self.tokens <= most:
-            return super().attend(key, queries)
+            return super().attend(key, queries, seen)
         pieces: list[mx.array] = []
         for start in range(0, self.tokens, most):
             some, at = queries[:, :, start : start + most], self.at[:, start : start + most]
@@ -461,7 +470,7 @@ class PrefillView(View):
                 # One after the other: MLX would hold the scores of several.
                 some = mx.depends(some, pieces[-1])
             mask = mx.arange(self.slots) <= at[:, None, :, None]
-            pieces.append(self.attend_layer(layer, some, self.offset + start, mask))
+            pieces.append(self.attend_layer(layer, some, self.offset + start, mask, seen))
         return mx.concatenate(pieces, 2)
 
     def read(self, layer: int) -> LayerKV:

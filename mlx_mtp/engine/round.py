@@ -73,20 +73,23 @@ class Logprobs(NamedTuple):
 class RoundResult(NamedTuple):
     """tokens: int32 [B, k + 4], the k+1 tokens the target chose, how many drafts were accepted
     (the row emits one token more; -1: its grammar leaves nothing to say), 1 where the logits were
-    finite, 1 where the drafts were copied."""
+    finite, 1 where the drafts were copied. differs: bool, of several ranks, whether this one would
+    have drafted or chosen otherwise than rank 0."""
 
     tokens: mx.array
     logprobs: Logprobs | None
+    differs: mx.array | None = None
 
 
 class Proposed(NamedTuple):
     """drafts: int32 [B, k], of which -1 is none; copied: as in `RoundResult`; hidden [B, k+1, H]
-    and KV of the verify pass."""
+    and KV of the verify pass; differs: as in `RoundResult`."""
 
     drafts: mx.array
     copied: mx.array
     hidden: mx.array
     kv: Buffers
+    differs: mx.array | None = None
 
 
 def run_round(
@@ -122,7 +125,11 @@ def propose(
         found, copied = copies.drafts(state.bonus, state.length, shape.draft_len)
         # -1 is no token: the target never chooses it.
         drafts = mx.where(copied[:, None] == 1, found, mx.pad(drafts, pad, constant_values=-1))
-    return Proposed(drafts, copied, *verify(target, layout, state, drafts, shape))
+    differs = None
+    if target.ranks.size > 1 and drafts.size:
+        own, drafts = drafts, target.ranks.leaders(drafts)
+        differs = (own != drafts).any()
+    return Proposed(drafts, copied, *verify(target, layout, state, drafts, shape), differs)
 
 
 def draft(
@@ -219,7 +226,7 @@ def accept(
 ) -> tuple[RoundState, RoundResult]:
     """Keeps the drafts up to the first that the target would not have chosen there, or behind
     which nothing can be said. `masks` [B, k+1, .] say what may be chosen, see `permit`."""
-    drafts, copied, hidden, kv = proposed
+    drafts, copied, hidden, kv, differs = proposed
     rows, k = drafts.shape
     places = state.length[:, None] + mx.arange(1, k + 2)
     said = counts_before(state.processors, drafts)
@@ -232,6 +239,15 @@ def accept(
     n = mx.minimum(mx.cumprod(right.astype(mx.int32), axis=-1).sum(-1), state.budget)
     if masks is not None:
         n = mx.where(alive[:, 0], n, -1)
+    tail = mx.stack([n, scores.finite.all(-1), copied], -1).astype(mx.int32)
+    chosen = mx.concatenate([tokens, tail], -1)
+    logprobs = logprobs_of(scores.logits, tokens, shape.logprobs)
+    if target.ranks.size > 1:
+        # A near tie may fall otherwise on another machine, and what then follows would not fit.
+        own, chosen = chosen, target.ranks.leaders(chosen)
+        here = (own != chosen).any()
+        differs = here if differs is None else differs | here
+        tokens, n = chosen[:, : k + 1], chosen[:, k + 1]
     every = mx.arange(rows)
     kept = state.active == 1
     emitted = (mx.arange(k + 1) <= n[:, None]) * state.active[:, None]
@@ -242,10 +258,7 @@ def accept(
         length=state.length + (n + 1) * state.active,
         processors=count(state.processors, tokens, emitted),
     )
-    tail = [mx.stack([n, scores.finite.all(-1), copied], -1).astype(mx.int32)]
-    return after, RoundResult(
-        mx.concatenate([tokens, *tail], -1), logprobs_of(scores.logits, tokens, shape.logprobs)
-    )
+    return after, RoundResult(chosen, logprobs, differs)
 
 
 def logprobs_of(
@@ -350,7 +363,7 @@ class Rounds:
         fresh = run is None
         if run is None:
             self.traces += 1
-            run = mx.compile(function)
+            run = self.target.ranks.counted(mx.compile(function))
         self._runs[key] = run
         if len(self._runs) > self.KEPT:
             self._runs.popitem(last=False)

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 
@@ -35,6 +35,7 @@ from mlx_mtp.models.target import Target
 __all__ = ["Engine", "Event", "Request"]
 
 MAX_ROWS = 16
+T = TypeVar("T")
 
 
 @dataclass
@@ -89,7 +90,13 @@ class Engine:
         self.draft_length = draft_length or AutoLength()
         self.prefill_chunk = prefill_chunk
         self.policy = Policy.for_device(compile, pipeline, drafter_device is not None)
-        self.layout = KVLayout(target.config.text, target.dtype, kv_bits, full_ways=full_ways or {})
+        self.layout = KVLayout(
+            target.config.text,
+            target.dtype,
+            kv_bits,
+            full_ways=full_ways or {},
+            kv_heads=target.kv_heads,
+        )
         self.memory = Memory(self.layout, memory_limit)
         self.context = min(target.config.text.max_position_embeddings, max_kv or 1 << 62)
         self.waits = 0  # how often the host waited for the device
@@ -163,8 +170,15 @@ class Engine:
         request.processing.check(vocabulary)
         room = self._room(prompt, request.max_tokens)
         request.max_tokens = min(request.max_tokens, room - prompt)
-        request.stats.prompt_tokens = prompt
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        request.stats.prompt_tokens = len(request.prompt)
         self._waiting.append(request)
+
+    def _agree(self, value: T) -> T:
+        """What is known to one machine alone, as all ranks take it (`engine.lockstep`)."""
+        return value
 
     def _room(self, prompt: int, answer: int) -> int:
         """Positions that context and memory have room for, beside all that runs and waits."""
@@ -235,6 +249,7 @@ class Engine:
         """On an idle engine: run a short round over and over, eagerly and compiled, go on with the
         faster way, and tell the controller what it took. WAITS for the device."""
         steps = min(2, self.draft_length.choose().draft_len) if self.drafter else 0
+        steps = self._agree(steps)
         self._batch.grow(self._batch.longest + steps + 1)
         seconds = {}
         for compiled in (True, False):
@@ -248,7 +263,7 @@ class Engine:
                 mx.eval(results[max(0, i - 1)])
             mx.eval(results)
             seconds[compiled] = (time.perf_counter() - started) / rounds
-        self.rounds.compiled = seconds[True] < seconds[False]
+        self.rounds.compiled = self._agree(seconds[True] < seconds[False])
         self.policy = replace(self.policy, compile=self.rounds.compiled)
         self.draft_length.learn(Outcome(Shape(steps), (), (), min(seconds.values())))
 
@@ -324,7 +339,7 @@ class Engine:
         shape = Shape(0)
         if any(request.draft_len is None for _, request in serve):
             match = any(row.copies and row.copies.source is not None for row, _ in serve)
-            shape = self.draft_length.choose(match)
+            shape = self._agree(self.draft_length.choose(match))
         steps = max(shape.steps, fixed) if self.drafter else 0
         return Shape(steps, shape.copied)
 
@@ -464,7 +479,7 @@ class Engine:
         """Let go of KV that only waits, as far as buffers of so many positions a row need it."""
         batch = self._batch
         used = mx.get_active_memory() - self.cached_bytes
-        left = self.memory.left(positions, rows=len(batch.rows), used=used)
+        left = self._agree(self.memory.left(positions, rows=len(batch.rows), used=used))
         batch.prefixes.trim(batch.slots, left)
 
     def _prefill_chunk(self) -> list[Event]:

@@ -266,9 +266,12 @@ def measure(
             )
         for notice in pair.notices:
             tell(notice)
+        if pair.journal is not None:
+            here["ranks"] = str(pair.target.ranks.size)
+            tell("on several ranks the parts of a round are not timed")
         for temp in plan.temps:
             kept = questions(pair, plan, temp, tell)
-            if temp == plan.temps[0]:
+            if temp == plan.temps[0] and pair.journal is None:
                 costs += round_costs(pair, drafter, next(iter(kept.values()))[0].ids)
             for batch in plan.batches:
                 beside = others(pair) if batch == 1 and temp == 0 else {}

@@ -11,6 +11,9 @@ the target over its drafts and one more token, and a pass of the drafter over on
 draft. Three numbers are fitted to a few measurements that others published of other programs:
 FLOPS, LAUNCH and LAUNCH_BEFORE_M3; `python -m benchmarks.plan` shows them and the errors that are
 left. Prompts, sampling and whatever the host makes the GPU wait for are not in it.
+
+Of several machines that share a model the one with the largest part is planned for; their speed is
+the roofline of that part, and their messages' time by `measure.hosts`.
 """
 
 from __future__ import annotations
@@ -30,12 +33,15 @@ from mlx.utils import tree_flatten
 from mlx_mtp.config import FULL, DrafterConfig, TargetConfig, TextConfig, check_pair
 from mlx_mtp.engine.draft_length import MAX_DRAFT
 from mlx_mtp.engine.kv import KVLayout, capacity_for
+from mlx_mtp.measure.hosts import Link, links_of, of_round
 from mlx_mtp.measure.machine import Chip, Machine
 from mlx_mtp.models.drafter import Drafter
+from mlx_mtp.models.shards import Ranks, Shards
 from mlx_mtp.models.target import Target
 from mlx_mtp.weights import fit, known, published, recipe
 from mlx_mtp.weights.checkpoint import Checkpoint, Folder
 from mlx_mtp.weights.find import Found, source_of
+from mlx_mtp.weights.planned import part_of
 
 BITS = (4, 8, 16)
 CONTEXT = 8192
@@ -79,11 +85,13 @@ class Weights:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A pair at a quantisation. bits: of most of the target's weights. dtype: of KV."""
+    """A pair at a quantisation. bits: of most of the target's weights. module: its shapes, of what
+    one machine has where several share it. dtype: of KV."""
 
     name: str
     bits: int
     text: TextConfig
+    module: Target
     target: Weights
     drafter: Weights | None = None
     drafter_kinds: tuple[str, ...] = ()
@@ -92,8 +100,20 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class Speed:
+    """Predicted. messages, bytes: of a round of so many drafts."""
+
+    plain_tps: float
+    mtp_tps: float
+    draft_len: int
+    messages: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Bytes; tokens/s are None where the chip is not known. snapshots: what conversations that may
+    """Bytes; tokens/s are None where the chip is not known, and of several machines, whose are in
+    `links`, by their names. snapshots: what conversations that may
     go on can take. draft_len: what is fastest, 0 for plain decoding. context: of KV, the model's
     own at most. convert: the command that makes such a pair, None where it is as stored."""
 
@@ -110,6 +130,7 @@ class Plan:
     draft_len: int | None
     context: int
     convert: str | None
+    links: Mapping[str, Speed] | None = None
 
     @property
     def needed(self) -> int:
@@ -117,6 +138,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         made = {k: round(v, 1) if isinstance(v, float) else v for k, v in asdict(self).items()}
+        if self.links is None:
+            del made["links"]
         for key in ("weights", "drafter", "kv", "headroom", "snapshots"):
             made[f"{key}_gb"] = round(made.pop(key) / 1e9, 6)
         return made
@@ -125,16 +148,17 @@ class Plan:
 def plan(sizes: Sizes, machine: Machine, context: int = CONTEXT) -> Plan:
     target, drafter = sizes.target, 0 if sizes.drafter is None else sizes.drafter.total
     context = min(context, sizes.text.max_position_embeddings)
-    kv = KVLayout(sizes.text, sizes.dtype).nbytes(1, capacity_for(context))
+    layout = KVLayout(sizes.text, sizes.dtype, kv_heads=sizes.module.kv_heads)
+    kv = layout.nbytes(1, capacity_for(context))
     weights = target.total + drafter
     headroom = weights // 10  # as `load_pair` leaves it, for activations
     left = machine.limit - weights
-    plain = best = length = None
-    if machine.chip is not None:
-        tokens = expected_tokens(acceptance(sizes.text) if sizes.drafter else ())
-        speeds = [n / round_s(sizes, machine.chip, k, context) for k, n in enumerate(tokens)]
-        plain, best = speeds[0], max(speeds)
-        length = speeds.index(best)
+    plain = best = length = links = None
+    chip = machine.chip
+    if sizes.module.ranks.size > 1:
+        links = {k.name: over(k, sizes, chip, context) for k in links_of(chip)} if chip else {}
+    elif chip is not None:
+        plain, best, length = speeds_of(sizes, chip, context)
     return Plan(
         model=sizes.name,
         bits=sizes.bits,
@@ -149,7 +173,37 @@ def plan(sizes: Sizes, machine: Machine, context: int = CONTEXT) -> Plan:
         draft_len=length,
         context=context,
         convert=sizes.convert,
+        links=links,
     )
+
+
+def shared(sizes: Sizes, hosts: int) -> Sizes:
+    """The same on the last of so many machines that share it: none has more. Raises UsageError
+    where it cannot be divided."""
+    packed = {
+        path: {"group_size": m.group_size, "bits": m.bits, "mode": m.mode}
+        for path, m in sizes.module.named_modules()
+        if hasattr(m, "bits")
+    }
+    part, _ = part_of(sizes.module.config, packed, Ranks(hosts - 1, hosts))
+    weights, whole = (of_target(module, sizes.dtype.size) for module in (part, sizes.module))
+    total = sizes.target.total - whole.total + weights.total
+    return replace(sizes, module=part, target=replace(weights, total=total))
+
+
+def speeds_of(
+    sizes: Sizes, chip: Chip, context: int, link: Link | None = None
+) -> tuple[float, float, int]:
+    """Tokens/s without drafts, at most, and with how many drafts a round that is."""
+    tokens = expected_tokens(acceptance(sizes.text) if sizes.drafter else ())
+    speeds = [n / round_s(sizes, chip, k, context, link) for k, n in enumerate(tokens)]
+    return speeds[0], max(speeds), speeds.index(max(speeds))
+
+
+def over(link: Link, sizes: Sizes, chip: Chip, context: int) -> Speed:
+    plain, best, length = speeds_of(sizes, chip, context, link)
+    traffic = of_round(sizes.text, 1, length, sizes.dtype.size)
+    return Speed(round(plain, 1), round(best, 1), length, *traffic)
 
 
 def expected_tokens(accepted: tuple[float, ...]) -> list[float]:
@@ -163,18 +217,23 @@ def expected_tokens(accepted: tuple[float, ...]) -> list[float]:
     return list(accumulate(rates, initial=1.0))
 
 
-def round_s(sizes: Sizes, chip: Chip, drafts: int, context: int) -> float:
-    """Seconds of a round, by the roofline."""
-    text = sizes.text
+def round_s(sizes: Sizes, chip: Chip, drafts: int, context: int, link: Link | None = None) -> float:
+    """Seconds of a round, by the roofline; link: and of what goes over it."""
+    text, shards = sizes.text, Shards(sizes.text, sizes.module.ranks)
     launches = len(text.layer_types) * (
         LAYER + PER_LAYER * bool(text.hidden_size_per_layer_input) + EXPERTS * text.enable_moe_block
     )
-    kv = _kv_read(sizes, text.layer_types, context)
+    kv = sum(
+        _kv_read(sizes, [kind], context) * len(shards.seen(kind)) / text.kv_heads_of(kind)
+        for kind in text.layer_types
+    )
     seconds = pass_s(sizes.target, chip, drafts + 1, launches + HEAD, kv)
     if drafts and sizes.drafter is not None:
         kinds = sizes.drafter_kinds
         kv = _kv_read(sizes, kinds, context)
         seconds += drafts * pass_s(sizes.drafter, chip, 1, DRAFTER_LAYER * len(kinds), kv)
+    if link is not None:
+        seconds += link.seconds(of_round(text, 1, drafts, sizes.dtype.size), shards.ranks.size)
     return seconds
 
 
@@ -289,6 +348,7 @@ def converted(
         name=name,
         bits=32 if float32 and bits == 16 else bits,
         text=target.text,
+        module=module,
         target=of_target(module, width=width),
         drafter=of_assistant,
         drafter_kinds=drafter.text.layer_types if drafter else (),
@@ -339,6 +399,7 @@ def of_checkpoint(found: Found, cpu: bool, options: Sequence[str] = ()) -> list[
         name=name,
         bits=bits.most_common(1)[0][0] if bits else 32 if float32 else 16,
         text=target.text,
+        module=target.module,
         target=replace(of_target(target.module), total=target.nbytes(float32)),
         drafter=assistant,
         drafter_kinds=drafter.text.layer_types if drafter else (),

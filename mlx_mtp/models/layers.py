@@ -19,6 +19,7 @@ from mlx.utils import tree_map_with_path
 from mlx_mtp.config import Rope, TextConfig
 from mlx_mtp.kernels import experts, fused
 from mlx_mtp.kernels.quantized import Packed
+from mlx_mtp.models.shards import Ranks, Shards
 
 KVKey = int | str  # a target's layer, or for a drafter the type of layer whose donor it reads
 Rotate = Callable[[mx.array], mx.array]
@@ -35,8 +36,9 @@ class KVView(Protocol):
     def write(self, key: KVKey, keys: mx.array, values: mx.array) -> None:
         """Store [B, kv_heads, T, head_dim] at the pass's positions."""
 
-    def attend(self, key: KVKey, queries: mx.array) -> mx.array:
-        """Causal attention of [B, heads, T, head_dim] over everything stored so far."""
+    def attend(self, key: KVKey, queries: mx.array, seen: slice | None = None) -> mx.array:
+        """Causal attention of [B, heads, T, head_dim] over everything stored so far, of all kv
+        heads or of those `seen`."""
 
     def start(self, x: mx.array) -> None:
         """The pass got as far as `x`: the device may begin, while the rest is being described."""
@@ -153,12 +155,19 @@ class HeadNorm(nn.Module):
 class Attention(nn.Module):
     """Attention at scale 1 (q_norm and k_norm carry it) with keys and values of its own or, with
     `own_kv` false, those of the layer that `kv_key` names. fused: numbers of rows whose norms and
-    RoPE are one kernel."""
+    RoPE are one kernel. On several ranks the result is this one's part of a sum."""
 
-    def __init__(self, config: TextConfig, kind: str, kv_key: KVKey, own_kv: bool):
+    def __init__(
+        self, config: TextConfig, kind: str, kv_key: KVKey, own_kv: bool, shards: Shards | None
+    ):
         super().__init__()
         self.kind, self.kv_key, self.own_kv = kind, kv_key, own_kv
         self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads_of(kind)
+        self.seen: slice | None = None
+        if shards is not None:
+            held, seen = shards.held(int(kv_key)), shards.seen(kind)
+            self.heads, self.kv_heads = len(shards.queries(kind)), len(held)
+            self.seen = slice(seen.start, seen.stop) if len(seen) < len(held) else None
         self.head_dim, self.eps = config.head_dim_of(kind), config.rms_norm_eps
         self.fused = frozenset[int]()
         width = config.hidden_size
@@ -186,7 +195,7 @@ class Attention(nn.Module):
         queries, *new = self.heads_of(self.qkv_proj(x), len(kv.offset), rotate)
         if self.own_kv:
             kv.write(self.kv_key, *new)
-        out = kv.attend(self.kv_key, queries)
+        out = kv.attend(self.kv_key, queries, self.seen)
         return self.o_proj(out.swapaxes(1, 2).reshape(len(x), -1))
 
     def heads_of(self, raw: mx.array, B: int, rotate: Rotate) -> list[mx.array]:
@@ -313,9 +322,9 @@ class Experts(nn.Module):
 
     SORT_FROM = 64  # row-expert pairs; from here on grouping the rows of an expert pays
 
-    def __init__(self, config: TextConfig):
+    def __init__(self, config: TextConfig, inner: int):
         super().__init__()
-        n, width, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        n, width = config.num_experts, config.hidden_size
         self.gate_proj = ExpertLinear(n, width, inner)
         self.up_proj = ExpertLinear(n, width, inner)
         self.down_proj = ExpertLinear(n, inner, width)
@@ -352,13 +361,28 @@ class Experts(nn.Module):
 class DecoderLayer(nn.Module):
     """One block: attention, MLP (beside experts where there are some), per-layer embedding, and
     the layer's own scalar on everything. fused: numbers of rows whose residuals and norms are one
-    kernel."""
+    kernel. shards: this rank's part of it, where several run the model; place: the layer's."""
 
-    def __init__(self, config: TextConfig, kind: str, mlp_width: int, kv_key: KVKey, own_kv: bool):
+    def __init__(
+        self,
+        config: TextConfig,
+        kind: str,
+        mlp_width: int,
+        kv_key: KVKey,
+        own_kv: bool,
+        shards: Shards | None = None,
+        place: int = 0,
+    ):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.kind, self.fused = kind, frozenset[int]()
-        self.self_attn = Attention(config, kind, kv_key, own_kv)
+        self.ranks = Ranks() if shards is None else shards.ranks
+        expert_width = config.moe_intermediate_size
+        if shards is not None:
+            mlp_width = len(shards.inner(f"layers.{place}.mlp.down_proj", mlp_width))
+            if config.enable_moe_block:
+                expert_width = len(shards.inner(f"layers.{place}.experts.down_proj", expert_width))
+        self.self_attn = Attention(config, kind, kv_key, own_kv, shards)
         self.mlp = MLP(width, mlp_width)
         self.input_layernorm = nn.RMSNorm(width, eps=eps)
         self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
@@ -366,7 +390,7 @@ class DecoderLayer(nn.Module):
         self.post_feedforward_layernorm = nn.RMSNorm(width, eps=eps)
         if config.enable_moe_block:
             self.router = Router(config)
-            self.experts = Experts(config)
+            self.experts = Experts(config, expert_width)
             self.post_feedforward_layernorm_1 = nn.RMSNorm(width, eps=eps)
             self.post_feedforward_layernorm_2 = nn.RMSNorm(width, eps=eps)
             self.pre_feedforward_layernorm_2 = nn.RMSNorm(width, eps=eps)
@@ -387,7 +411,7 @@ class DecoderLayer(nn.Module):
         self, x: mx.array, kv: KVView, rotate: Rotate, per_layer: mx.array | None = None
     ) -> mx.array:
         """[B * T, H] -> the same; `per_layer` is [B * T, width of per-layer embeddings]."""
-        attended = self.self_attn(self.input_layernorm(x), kv, rotate)
+        attended = self.ranks.total(self.self_attn(self.input_layernorm(x), kv, rotate))
         x, normed = self._add(
             x, attended, self.post_attention_layernorm, then=self.pre_feedforward_layernorm
         )
@@ -395,8 +419,13 @@ class DecoderLayer(nn.Module):
         if "experts" in self:
             chosen, weights = self.router(x)
             routed = self.experts(self.pre_feedforward_layernorm_2(x), chosen, weights)
+            if self.ranks.size > 1:
+                both = self.ranks.total(mx.concatenate([out, routed.astype(out.dtype)], -1))
+                out, routed = mx.split(both, 2, -1)
             out = self.post_feedforward_layernorm_1(out)
             (out,) = self._add(out, routed, self.post_feedforward_layernorm_2)
+        else:
+            out = self.ranks.total(out)
         if per_layer is None:
             return self._add(x, out, self.post_feedforward_layernorm, self.layer_scalar)[0]
         (x,) = self._add(x, out, self.post_feedforward_layernorm)

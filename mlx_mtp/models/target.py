@@ -10,18 +10,25 @@ import mlx.nn as nn
 from mlx_mtp.config import TargetConfig
 from mlx_mtp.kernels.head import Shortlist
 from mlx_mtp.models.layers import DecoderLayer, KVView, Rotate, head, rotation, softcap
+from mlx_mtp.models.shards import Ranks, Shards
 
 
 class Target(nn.Module):
-    def __init__(self, config: TargetConfig):
+    """shards: the part of it that this rank runs, where several run one model."""
+
+    def __init__(self, config: TargetConfig, shards: Shards | None = None):
         super().__init__()
         self.config = config
+        self.ranks = Ranks() if shards is None else shards.ranks
+        # Of every layer that owns KV, how many heads of it lie here; None: all of them.
+        owners = range(config.text.num_owners)
+        self.kv_heads = None if shards is None else tuple(len(shards.held(i)) for i in owners)
         self.shortlist: Shortlist | None = None
         text = config.text
         self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
         self.layers = [
             DecoderLayer(
-                text, kind, text.mlp_width(i), text.kv_layer(i), own_kv=i < text.num_owners
+                text, kind, text.mlp_width(i), text.kv_layer(i), i < text.num_owners, shards, i
             )
             for i, kind in enumerate(text.layer_types)
         ]

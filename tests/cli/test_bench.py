@@ -295,7 +295,7 @@ def test_an_interrupted_sweep_keeps_its_finished_laps(run, tmp_path, monkeypatch
 
     left = []
     monkeypatch.setattr(bench_command, "_progress", turn)
-    monkeypatch.setattr(main, "_leave", lambda code: left.append(code))
+    monkeypatch.setattr(main, "leave", lambda code: left.append(code))
     report = tmp_path / "it.json"
     _, out, err = run("--repeats", "3", "--json", str(report))
     assert left == [143]

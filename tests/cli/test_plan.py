@@ -35,6 +35,27 @@ def test_as_json(inside):
     assert all(asked <= pair.keys() for pair in found["pairs"])
 
 
+def test_a_model_on_two_machines(inside, model):
+    given = "plan", model, "--hosts", "2", "--chip", "M4 Pro", "--memory", "24"
+    code, out, err = inside(*given)
+    assert (code, err) == (0, "")
+    first, titles, *rows, _, note = out.splitlines()
+    assert first.startswith("each of 2: M4 Pro, 24 GiB")
+    assert "  Thunderbolt 5  " in titles
+    assert titles.endswith("10 GbE")
+    assert all(row.count(" / ") == 3 for row in rows)
+    assert "predictions, nobody measured them" in note
+    found = json.loads(inside(*given, "--json")[1])
+    assert (found["hosts"], "predictions" in found["note"]) == (2, True)
+    for pair in found["pairs"]:
+        assert pair["plain_tps"] is None
+        speed = {"plain_tps", "mtp_tps", "draft_len", "messages", "bytes"}
+        assert all(speed == link.keys() for link in pair["links"].values())
+    alone = json.loads(inside("plan", model, "--json")[1])["pairs"][0]
+    assert found["pairs"][0]["weights_gb"] < alone["weights_gb"]
+    assert "links" not in alone
+
+
 def test_nothing_fits_a_watch(inside):
     _, out, _ = inside("plan", "--chip", "M1", "--memory", "2")
     assert "nothing fits: the smallest needs 4.4 GB" in out
@@ -105,6 +126,8 @@ def test_a_short_name_without_a_hub_is_planned_for_by_its_shape(inside, monkeypa
         (["--memory", "16"], "--chip and --memory go together"),
         (["--chip", "M1", "--memory", "nan"], "must be 1 to 4096"),
         (["--context", "0"], "must be 1 to 1048576"),
+        (["--hosts", "0"], "hosts are 0; they must be 1 to 32"),
+        (["--hosts", "3"], "cannot be divided among 3 ranks; take fewer"),
         (["--drafter", "x"], "needs the MODEL"),
     ],
 )

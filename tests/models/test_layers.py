@@ -78,7 +78,7 @@ def moe():
     config = target_config(
         enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=24
     ).text
-    return randomise(Experts(config), 3), randomise(Router(config), 4)
+    return randomise(Experts(config, config.moe_intermediate_size), 3), randomise(Router(config), 4)
 
 
 def test_experts_add_up_by_weight(moe):
