@@ -1,6 +1,6 @@
 """Answers that fit a grammar: which tokens may come, for each place of a block of drafts.
 
-llguidance (extra `structured`) walks the grammar over bytes. What lies around the constrained text
+llguidance walks the grammar over bytes. What lies around the constrained text
 is kept here: a thought before it, in which the answer cannot end; a tool call instead of it.
 A round asks for the masks of all its places: the matcher steps over the drafts and is rolled back,
 which costs the same after any length of text; a copy of it would grow with the text.
@@ -190,7 +190,7 @@ class GrammarFactory:
         try:
             matcher = self._compile(language, source)
         except ImportError:
-            needs = 'needs llguidance; install it: pip install "mlx-mtp[structured]"'
+            needs = "needs llguidance; install it: pip install llguidance"
             raise UsageError(f"{where.partition('.')[0]}: {needs}") from None
         except ValueError as error:
             if isinstance(source, dict):

@@ -497,7 +497,7 @@ def test_i14_large_and_recursive_schemas_work(embedded, words):
 
 def test_without_llguidance_the_extra_is_named(words, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    needs = 'needs llguidance; install it: pip install "mlx-mtp[structured]"'
+    needs = "needs llguidance; install it: pip install llguidance"
     for wanted in (OBJECT, NUMBER):
         with pytest.raises(UsageError, match=re.escape(f"response_format: {needs}")):
             GrammarFactory(words, 2100, [1])(wanted)
