@@ -135,6 +135,31 @@ def draft_length(given: str | None) -> int | None:
         raise UsageError(f"--draft-len is {given!r}; it must be 0 to 8, or auto") from None
 
 
+def check(
+    model: str | None,
+    drafter: str | None,
+    no_drafter: bool,
+    draft_len: str | None,
+    revision: str | None,
+    drafter_revision: str | None,
+    drafter_bits: int | None = None,
+    drafter_device: str | None = None,
+) -> None:
+    """Raises UsageError for options that do not go together."""
+    needs = {
+        "--drafter": drafter,
+        "--drafter-revision": drafter_revision,
+        "--draft-len": draft_len not in (None, "0"),
+        "--drafter-bits": drafter_bits is not None,
+        "--drafter-device": drafter_device,
+    }
+    for name, given in needs.items():
+        if no_drafter and given:
+            raise UsageError(f"{name} needs a drafter, which --no-drafter leaves out")
+    if model is None and (revision or (drafter_revision and not drafter)):
+        raise UsageError("a revision needs the --model or the --drafter that it is of")
+
+
 @cache
 def joined() -> ranks.Link:
     """This process among those that mlx.launch started; the first call is the main thread's. WAITS
@@ -162,21 +187,17 @@ def load(
     **how: Any,
 ) -> Pair:
     """The pair that these options name; progress and a line about the demo pair on stderr unless
-    `quiet`; `progress` is told instead. Raises UsageError for options that do not go together, and
-    as `load_pair` does."""
-    needs = {
-        "--drafter": drafter,
-        "--drafter-revision": drafter_revision,
-        "--draft-len": draft_len not in (None, "0"),
-        "--drafter-bits": drafter_bits is not None,
-        "--drafter-device": drafter_device,
-    }
-    for name, given in needs.items():
-        if no_drafter and given:
-            raise UsageError(f"{name} needs a drafter, which --no-drafter leaves out")
-    if model is None and (revision or (drafter_revision and not drafter)):
-        raise UsageError("a revision needs the --model or the --drafter that it is of")
-
+    `quiet`; `progress` is told instead. Raises UsageError as `check` and `load_pair` do."""
+    check(
+        model,
+        drafter,
+        no_drafter,
+        draft_len,
+        revision,
+        drafter_revision,
+        drafter_bits,
+        drafter_device,
+    )
     from mlx_mtp.cli.view import Loading, human_bytes
     from mlx_mtp.engine import lockstep
     from mlx_mtp.weights.load import load_pair

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mlx_mtp.cli import options
-from mlx_mtp.cli.terminal import end_with_launcher, launched, leave, say
+from mlx_mtp.cli.terminal import LAST_WORDS, end_with_launcher, launched, leave, say
 from mlx_mtp.errors import UsageError
 
 HELP = """Answer OpenAI's API over HTTP.
@@ -88,7 +88,7 @@ def serve(
     settings = http.Settings(
         model, length, host if local else None, key, origins, max_body * 1_000_000
     )
-    _, thread = http.start(http.app(opened, settings), listening)
+    server, thread = http.start(http.app(opened, settings), listening)
     shown = f"[{host}]" if ":" in host else host
     say(f"listening on http://{shown}:{listening.getsockname()[1]}/v1")
     opened.loaded.wait()
@@ -97,6 +97,8 @@ def serve(
         drafts = f", drafts by {known.drafter}" if known.drafter else ", no drafter"
         say(f"{known.name} is ready{drafts}, {known.context} tokens of context")
         thread.join()
+    server.should_exit = True  # once the requests so far were told
+    thread.join(LAST_WORDS)
     # Threads may be in native code, which an ordinary exit would pull the ground from under.
     leave(opened.failed.exit_code if opened.failed is not None else 1)
 

@@ -104,13 +104,15 @@ def _either(given: float | None, default: float) -> float:
 class Piece:
     """What one step brought: text as (text, drafted) spans, drafted where the drafter had proposed
     the token and the target agreed; `stats` so far; `prefilled` prompt tokens read so far. The
-    model's thoughts and its calls of tools are kept apart from what it says."""
+    model's thoughts and its calls of tools are kept apart from what it says; `broken` calls, which
+    cannot be read, are in the text, too."""
 
     spans: list[Span]
     stats: Stats
     prefilled: int
     thoughts: list[Span] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -259,7 +261,10 @@ class Answer:
         if event.finish_reason is not None:
             rest = self._text.finish()
             said = Said(
-                said.content + rest.content, said.thoughts + rest.thoughts, said.calls + rest.calls
+                said.content + rest.content,
+                said.thoughts + rest.thoughts,
+                said.calls + rest.calls,
+                said.broken + rest.broken,
             )
         return self._piece(said, event.prefilled)
 
@@ -295,7 +300,7 @@ class Answer:
     def _piece(self, said: Said, prefilled: int | None = None) -> Piece:
         self._shown += [text for text, _ in said.content]
         done = len(self.request.prompt) if prefilled is None else prefilled
-        return Piece(said.content, self.request.stats, done, said.thoughts, said.calls)
+        return Piece(said.content, self.request.stats, done, said.thoughts, said.calls, said.broken)
 
 
 class Generation:

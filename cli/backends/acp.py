@@ -9,14 +9,13 @@ waits; a turn has a thread of its own, which waits for the model and for the cli
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
@@ -35,9 +34,7 @@ if TYPE_CHECKING:
     from mlx_mtp.engine.session import Engine
     from mlx_mtp.generation import Piece
 
-NOT_FOUND = -32002
 USAGE = ("inputTokens", "outputTokens", "cachedReadTokens")
-ERROR = 1000  # characters of a client's error that the model is told
 THOUGHTS = {"off": False, "on": True}
 
 Message = dict[str, Any]
@@ -48,6 +45,7 @@ class Step(Job):
 
     def __init__(self, prompt: Prompt, draft_len: int | None) -> None:
         self._prompt, self._draft_len = prompt, draft_len
+        self.broken = False  # whether there was a call of a tool that cannot be read
         self.ended: Future[None] = Future()
 
     def begin(self, conversations: Conversations, engine: Engine) -> Turn:
@@ -61,8 +59,12 @@ class Step(Job):
         return conversations.start(engine, ask, options)
 
     def show(self, piece: Piece) -> None:
-        self._prompt.say("agent_thought_chunk", "".join(text for text, _ in piece.thoughts))
-        self._prompt.say("agent_message_chunk", piece.text)
+        thoughts, text = "".join(text for text, _ in piece.thoughts), piece.text
+        for broken in piece.broken:  # which is no text for the user
+            self.broken = True
+            thoughts, text = thoughts.replace(broken, "", 1), text.replace(broken, "", 1)
+        self._prompt.say("agent_thought_chunk", thoughts)
+        self._prompt.say("agent_message_chunk", text)
 
     def end(self, error: Exception | None) -> None:
         self.ended.set_exception(error) if error else self.ended.set_result(None)
@@ -73,6 +75,7 @@ class Prompt:
 
     def __init__(self, connection: Connection, name: Any, session: agent.Session) -> None:
         self.name, self.session = name, session
+        self.answered = False
         self._connection = connection
         self._lock = threading.Lock()
         self._cancelled = False
@@ -95,7 +98,7 @@ class Prompt:
             if len(messages) == before:
                 messages.pop()  # so that a shorter one may be tried
             elif isinstance(error, ContextError):
-                self.say("agent_message_chunk", f"\n\n[{error}; go on in a new session]")
+                self.full(str(error))
                 outcome = self._stopped("max_tokens")
         self._connection.answer(self, outcome)
 
@@ -109,9 +112,10 @@ class Prompt:
         if step is not None:
             self._connection.service.cancel(step)
 
-    def generate(self) -> tuple[Message, bool]:
-        """WAITS for the model's answer to the session's messages, and whether it was cut off; what
-        there is of a cancelled one is among the messages. Raises Cancelled, MtpError."""
+    def generate(self) -> tuple[Message, bool, bool]:
+        """WAITS for the model's answer to the session's messages, whether the context is full,
+        which the client is told, and whether a call of a tool cannot be read; what there is of a
+        cancelled one is among the messages. Raises Cancelled, MtpError."""
         step = Step(self, self._connection.draft_len)
         with self._lock:
             self._check()
@@ -133,15 +137,21 @@ class Prompt:
         if cancelled is not None:
             self.session.messages.append(message)
             raise cancelled
-        return message, turn is not None and turn.finish_reason == "length"
+        full = turn is not None and turn.request.finish_reason == "length"
+        if full and not message.get("tool_calls"):
+            model = self._connection.service.model
+            self.full(f"the context, or max-kv, of {model.context if model else 0} tokens is full")
+        return message, full, step.broken
+
+    def full(self, why: str) -> None:
+        self.say("agent_message_chunk", f"\n\n[{why}; go on in a new session]")
 
     def ask(self, method: str, /, **params: Any) -> Left:
         """WAITS for what the client answers. Raises ToolError, Cancelled."""
         future: Future[Any] = Future()
         with self._lock:
             self._check()
-            if method != agent.RUN:  # whose terminal would be nobody's
-                self._asked.add(future)
+            self._asked.add(future)
         try:
             self._connection.ask(method, {"sessionId": self.session.name, **params}, future)
             answer = future.result()
@@ -185,21 +195,22 @@ class Connection(stdio.Endpoint):
         }
         super().__init__(writer, methods)
         self.service, self.draft_len = service, draft_len
-        self._able: frozenset[str] = frozenset()
+        self._able: frozenset[str] | None = None
         self._sessions: dict[str, agent.Session] = {}
-        self._asked: dict[Any, tuple[str, Future[Any]]] = {}
+        self._asked: dict[Any, tuple[str, Message, Future[Any]]] = {}
         self._names = count()
         self._refused = False
 
     def serve(self, read: Callable[[], bytes]) -> int:
         """Answers what is read until EOF, which cancels what is live then; the exit code."""
+        watch = partial(self._end_for_wrong_options, self.service)
+        threading.Thread(target=watch, daemon=True).start()
         for number, line in enumerate(stdio.lines(read), 1):
+            if line is None:
+                self._lost()
             self._receive(line, number)
-        until = time.monotonic() + stdio.LAST_WORDS
         self._cancel(lambda prompt: True)
-        while self._live and time.monotonic() < until:
-            time.sleep(0.01)
-        self.writer.flush(max(until - time.monotonic(), 0))
+        self._last_words()
         failed = self.service.failed
         return failed.exit_code if failed is not None and self._refused else 0
 
@@ -208,27 +219,49 @@ class Connection(stdio.Endpoint):
         self.writer.put(stdio.Line(message))
 
     def answer(self, prompt: Prompt, outcome: Message) -> None:
-        del self._live[prompt.name]
-        self.put({"id": prompt.name, **outcome})
+        line = stdio.Line({"id": prompt.name, **outcome}, prompt)
+        self.writer.put(line, last=partial(self._live.pop, prompt.name))
 
     def ask(self, method: str, params: Message, answer: Future[Any]) -> None:
+        self.put(self._request(method, params, answer))
+
+    def _request(self, method: str, params: Message, answer: Future[Any]) -> Message:
         name = next(self._names)
-        self._asked[name] = method, answer
-        self.put({"id": name, "method": method, "params": params})
+        self._asked[name] = method, params, answer
+        return {"id": name, "method": method, "params": params}
 
     # -- the reader -----------------------------------------------------------------------------
 
     def _answered(self, name: Any, message: Message) -> bool:
-        if not message.keys() & {"result", "error"}:
-            return False
-        method, future = self._asked.pop(name, ("", None))
-        if future is not None and not future.done():
-            if "result" in message:
+        given = message.keys() & {"result", "error"}
+        if name not in self._asked:
+            if not given:
+                raise Refused(stdio.INVALID, "a request has a method")
+            return True
+        method, params, future = self._asked.pop(name)
+        whole = message.get("jsonrpc") == "2.0" and len(given) == 1
+        if whole and "result" in message:
+            if not future.done():
                 future.set_result(message["result"])
-            else:
-                why = json.dumps(message["error"], ensure_ascii=False)[:ERROR]
-                future.set_exception(agent.ToolError(f"{method}: {why}"))
+            elif method == agent.RUN:  # nobody waits any more, and the terminal would be nobody's
+                self._release(params["sessionId"], message["result"])
+        elif not future.done():
+            why = message["error"] if whole else "the client's answer is no JSON-RPC 2.0 response"
+            future.set_exception(agent.ClientError(method, why))
         return True
+
+    def _release(self, session: str, made: Any) -> None:
+        terminal = made.get("terminalId") if isinstance(made, dict) else None
+        if isinstance(terminal, str):
+            params = {"sessionId": session, "terminalId": terminal}
+            self._say(self._request("terminal/release", params, Future()))
+
+    def _lost(self) -> None:
+        """A line that was too long to be read may be the answer to any request of ours."""
+        for method, _, future in list(self._asked.values()):
+            if not future.done():
+                why = f"the client sent a line of more than {stdio.MAX_LINE} bytes: it is not read"
+                future.set_exception(agent.ClientError(method, why))
 
     def _notified(self, method: str, params: Any) -> None:
         named = params if isinstance(params, dict) else {}
@@ -252,7 +285,7 @@ class Connection(stdio.Endpoint):
     def _session(self, left: Left) -> agent.Session:
         name = need(left, "sessionId")
         if name not in self._sessions:
-            raise Refused(NOT_FOUND, f"there is no session {openai.shown(name)}")
+            raise Refused(agent.NOT_FOUND, f"there is no session {openai.shown(name)}")
         return self._sessions[name]
 
     def _initialize(self, params: Message) -> Message:
@@ -279,6 +312,8 @@ class Connection(stdio.Endpoint):
         }
 
     def _new(self, params: Message) -> Message:
+        if self._able is None:
+            raise Refused(stdio.INVALID, "initialize comes before session/new")
         left = Left(params)
         cwd = need(left, "cwd")
         if not cwd.startswith("/"):

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import posixpath
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from mlx_mtp.cli.backends.openai import Left
@@ -22,7 +24,13 @@ if TYPE_CHECKING:
 
 ROUNDS = 32  # answers of the model in one turn
 MOST = 32_000  # characters of a file or of a command's output that the model is told at once
+LARGEST = 1_000_000  # characters of a file that is edited
+ERROR = 1000  # characters of a client's error that the model is told
 READ, WRITE, RUN = "fs/read_text_file", "fs/write_text_file", "terminal/create"
+NOT_FOUND = -32002
+MISSING = re.compile(r"\bENOENT\b|no such file or directory|\(os error 2\)", re.IGNORECASE)
+CANCELLED, MAYBE = "The user cancelled this.", " It may have been done, in whole or in part."
+BROKEN = "error: the call of a tool cannot be read, so nothing was done; write it again"
 OPTIONS = [("allow_once", "Allow"), ("allow_always", "Allow always"), ("reject_once", "Deny")]
 
 Message = dict[str, Any]
@@ -30,6 +38,22 @@ Message = dict[str, Any]
 
 class ToolError(MtpError):
     """A call that came to nothing, for a reason that the model is told."""
+
+
+class ClientError(ToolError):
+    """The client's answer is an error."""
+
+    def __init__(self, method: str, error: Any) -> None:
+        self.error = error
+        super().__init__(f"{method}: {json.dumps(error, ensure_ascii=False)[:ERROR]}")
+
+    def says_missing(self, path: str) -> bool:
+        """Whether it is that there is no such file: by ACP's code, or by the system's words, which
+        clients that know no such code pass on; those of the path itself do not count."""
+        if isinstance(self.error, dict) and self.error.get("code") == NOT_FOUND:
+            return True
+        text, inside = (json.dumps(one, ensure_ascii=False) for one in (self.error, path))
+        return bool(MISSING.search(text.replace(inside[1:-1], "")))
 
 
 @dataclass
@@ -64,15 +88,20 @@ def turn(client: Prompt) -> str:
     messages = client.session.messages
     try:
         for _ in range(ROUNDS):
-            message, cut = client.generate()
+            message, full, broken = client.generate()
             messages.append(message)
-            if not message.get("tool_calls"):
-                return "max_tokens" if cut else "end_turn"
-            for call in message["tool_calls"]:
-                messages.append(_result(call, _call(client, call)))
+            calls = message.get("tool_calls", [])
+            for call in calls:
+                _call(client, call)
+            if full and not calls:
+                return "max_tokens"
+            if broken:
+                messages.append({"role": "user", "content": BROKEN})
+            elif not calls:
+                return "end_turn"
     finally:
         for call in unanswered(messages):
-            messages.append(_result(call, "The user cancelled this."))
+            messages.append(_result(call, CANCELLED))
     return "max_turn_requests"
 
 
@@ -95,36 +124,39 @@ def unicode(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _call(client: Prompt, call: Message) -> str:
-    """What the model is told of a call."""
+def _call(client: Prompt, call: Message) -> None:
+    """Does it, and puts what came of it among the messages."""
     name, given = call["function"]["name"], json.loads(call["function"]["arguments"])
     tool = next((tool for tool in client.session.tools if tool.name == name), None)
     what = given.get("path", given.get("command", ""))
     about: Message = {"toolCallId": call["id"], "kind": tool.kind if tool else "other"}
     about |= {"title": f"{name} {what}".strip(), "rawInput": given}
     client.update("tool_call", status="pending", **about)
+    asked, text, status = Call(client, about), CANCELLED, "failed"
     try:
         if tool is None:
             known = ", ".join(tool.name for tool in client.session.tools) or "none"
             raise ToolError(f"there is no tool {name}; the tools are: {known}")
-        text = tool.run(Call(client, tool, about), Left(given))
+        text, status = tool.run(asked, Left(given)), "completed"
     except (ToolError, UsageError) as error:
         text = f"error: {error}"
-        content = [{"type": "content", "content": {"type": "text", "text": text}}]
-        done: Message = {"status": "failed", "content": content}
-    else:
-        done = {"status": "completed"}
-    client.update("tool_call_update", toolCallId=call["id"], **done)
-    return text
+    finally:
+        if text == CANCELLED and asked.begun:
+            text += MAYBE
+        said = {"type": "content", "content": {"type": "text", "text": text}}
+        more = {"content": [said]} if status == "failed" else {}
+        client.update("tool_call_update", toolCallId=call["id"], status=status, **more)
+        client.session.messages.append(_result(call, text))
 
 
 @dataclass
 class Call:
-    """A call of a tool that is being done; `about` is what the client was told of it."""
+    """A call of a tool that is being done; `about` is what the client was told of it. `begun`: the
+    client was told to do what cannot be taken back."""
 
     client: Prompt
-    tool: Tool
     about: Message
+    begun: bool = False
 
     def show(self, *content: Message, **more: Any) -> None:
         name = self.about["toolCallId"]
@@ -132,16 +164,17 @@ class Call:
 
     def permit(self, *content: Message) -> None:
         """WAITS until the user allows it. Raises ToolError where that is denied."""
-        allowed, kind = self.client.session.allowed, self.tool.kind
+        allowed, kind = self.client.session.allowed, self.about["kind"]
         if kind in allowed:
             return
         options = [{"optionId": name, "kind": name, "name": said} for name, said in OPTIONS]
         about = {**self.about, "content": list(content)}
         answer = self.client.ask("session/request_permission", toolCall=about, options=options)
         outcome = Left(answer.take("outcome", dict, default={}))
-        if outcome.take("outcome") == "cancelled":
+        how = outcome.take("outcome")
+        if how == "cancelled":
             raise Cancelled("Request cancelled")
-        choice = outcome.take("optionId")
+        choice = outcome.take("optionId") if how == "selected" else None
         if choice == "allow_always":
             allowed.add(kind)
         elif choice != "allow_once":
@@ -152,7 +185,7 @@ def need(left: Left, name: str, kind: type = str) -> Any:
     """Raises UsageError where it is missing."""
     value = left.take(name, kind)
     if value is None:
-        raise UsageError(f"{name} is missing")
+        raise UsageError(f"{left.where}{name} is missing")
     return value
 
 
@@ -161,12 +194,15 @@ def _read(call: Call, left: Left) -> str:
     part = {name: left.take(name, int, 1, 1 << 31) for name in ("line", "limit")}
     call.show(status="in_progress", locations=[{"path": path}])
     part = {name: value for name, value in part.items() if value is not None}
-    text = need(call.client.ask(READ, path=path, **part), "content")
+    skip, line = left.take("skip", int, 0, 1 << 31, 0), part.get("line", 1)
+    text = need(call.client.ask(READ, path=path, **part), "content")[skip:]
     if len(text) <= MOST:
         return text
-    kept = text[:MOST].rpartition("\n")[0] or text[:MOST]
-    next_line = part.get("line", 1) + kept.count("\n") + 1
-    return f"{kept}\n[cut off here; line {next_line} is the next]"
+    kept, ended, _ = text[:MOST].rpartition("\n")
+    if not ended:
+        kept = text[:MOST]
+        return f"{kept}\n[cut off inside line {line}; go on with line {line}, skip {skip + MOST}]"
+    return f"{kept}\n[cut off here; line {line + kept.count(ended) + 1} is the next]"
 
 
 def _edit(call: Call, left: Left) -> str:
@@ -175,30 +211,50 @@ def _edit(call: Call, left: Left) -> str:
 
     def content() -> str | None:
         try:
-            return need(call.client.ask(READ, path=path), "content")
-        except ToolError:
-            if old:
+            text = need(call.client.ask(READ, path=path), "content")
+        except ClientError as error:
+            if old or not error.says_missing(path):
                 raise
             return None  # a file that is to be made
+        if len(text) > LARGEST:
+            raise ToolError(f"the file has {len(text)} characters; {LARGEST} are the most to edit")
+        return text
 
     before = content()
     if before and not old:
         raise ToolError("the file exists; old_text must be the piece of it to replace")
-    if old and (count := (before or "").count(old)) != 1:
-        raise ToolError(f"old_text is in the file {count} times; it must be there once")
-    after = before.replace(old, new) if before else new
+    after = replaced(before or "", old, new) if old else new
+    if after == before:
+        raise ToolError("that changes nothing")
     diff = {"type": "diff", "path": path, "oldText": before, "newText": after}
     call.show(diff, locations=[{"path": path}])
     call.permit(diff)
     if content() != before:
         raise ToolError("the file has changed meanwhile; read it again")
+    call.begun = True
     call.client.ask(WRITE, path=path, content=after)
     return "done"
 
 
+def replaced(text: str, old: str, new: str) -> str:
+    """With `new` for the one `old`, whatever ends their lines; what comes in has the text's line
+    ends. Raises ToolError."""
+    lines = r"(?:\r\n|(?<!\r)\n)".join(map(re.escape, re.split(r"\r?\n", old)))
+    found = list(islice(re.finditer(f"(?=({lines}))", text), 2))
+    if len(found) != 1:
+        times = "more than once" if found else "not once"
+        raise ToolError(f"old_text is in the file {times}; it must be there once")
+    ends = "\r\n" if 2 * text.count("\r\n") > text.count("\n") else "\n"
+    start, end = found[0].span(1)
+    return text[:start] + re.sub(r"\r?\n", ends, new) + text[end:]
+
+
 def _run(call: Call, left: Left) -> str:
     command, client = need(left, "command"), call.client
+    if not command.strip():
+        raise UsageError("command is empty")
     call.permit()
+    call.begun = True
     shell = {"command": "/bin/sh", "args": ["-c", command], "cwd": client.session.cwd}
     terminal = need(client.ask(RUN, outputByteLimit=MOST, **shell), "terminalId")
     try:
@@ -208,7 +264,8 @@ def _run(call: Call, left: Left) -> str:
     finally:
         client.tell("terminal/release", terminalId=terminal)  # which ends it, if it still runs
     code, signal = ended.take("exitCode"), ended.take("signal")
-    how = f"signal {signal}" if code is None else f"exit code {code}"
+    code = "unknown" if code is None else code
+    how = f"exit code {code}" if signal is None else f"signal {signal}"
     return f"{output[-MOST:]}\n[{how}]"
 
 
@@ -238,6 +295,7 @@ def _text(description: str, kind: str = "string") -> Message:
 PATH = _text("Absolute, or below the working directory.")
 FIRST = _text("The first line to read, from 1.", "integer")
 LIMIT = _text("How many lines to read.", "integer")
+SKIP = _text("How many characters to leave out at the start, of a line too long.", "integer")
 OLD = _text("The piece as it is in the file; empty for a new file.")
 READING = "Read a text file."
 EDITING = "Replace a piece of a text file, which must be in it once, or make a new file."
@@ -245,8 +303,8 @@ RUNNING = "Run a shell command in the working directory; gives its output and ex
 TOOLS = [
     Tool(
         *("read_file", "read", frozenset({READ}), _read, READING),
-        {"path": PATH, "line": FIRST, "limit": LIMIT},
-        optional=("line", "limit"),
+        {"path": PATH, "line": FIRST, "limit": LIMIT, "skip": SKIP},
+        optional=("line", "limit", "skip"),
     ),
     Tool(
         *("edit_file", "edit", frozenset({READ, WRITE}), _edit, EDITING),

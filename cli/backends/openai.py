@@ -30,7 +30,14 @@ THINKING = {"none": False, "minimal": False} | dict.fromkeys(
     ("low", "medium", "high", "xhigh"), True
 )
 FORMATS = ("json_object", "json_schema", "regex", "grammar")
-KINDS = {bool: "true or false", str: "a string", dict: "an object", int: "a whole number"}
+KINDS = {
+    bool: "true or false",
+    str: "a string",
+    dict: "an object",
+    list: "a list",
+    int: "a whole number",
+    float: "a number",
+}
 # Parameters that are numbers and options of the same name: kind, least and most.
 NUMBERS: dict[str, tuple[type, float, float]] = {
     "temperature": (float, 0, 100),
@@ -49,10 +56,10 @@ class Left:
     """The parameters of a body that were not taken yet; `where` stands before their names."""
 
     def __init__(self, given: Mapping[str, Any], where: str = "") -> None:
-        self._given, self._where = dict(given), where
+        self._given, self.where = dict(given), where
 
     def names(self) -> list[str]:
-        return [self._where + name for name in self._given]
+        return [self.where + name for name in self._given]
 
     def take(
         self,
@@ -71,20 +78,20 @@ class Left:
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if number and low <= value <= high and (kind is float or value == int(value)):
                 return kind(value)
-            what = KINDS.get(kind, "a number")
-            what = f"{what}, {low} to {high}" if low < high else str(low)
+            what = KINDS[kind] if low < high else str(low)
+            what += f", {low} to {high}" if -math.inf < low < high < math.inf else ""
         elif isinstance(value, kind):
             return value
         else:
             what = KINDS[kind]
-        raise UsageError(f"{self._where}{name} is {shown(value)}; it must be {what}")
+        raise UsageError(f"{self.where}{name} is {shown(value)}; it must be {what}")
 
     def choice(self, name: str, values: Collection[str], default: str | None = None) -> str:
         value = self._given.pop(name, None)
         value = default if value is None else value
         if not isinstance(value, str) or value not in values:
             known = ", ".join(values)
-            raise UsageError(f"{self._where}{name} is {shown(value)}; it must be one of {known}")
+            raise UsageError(f"{self.where}{name} is {shown(value)}; it must be one of {known}")
         return value
 
 

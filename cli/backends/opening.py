@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -37,41 +35,48 @@ def service(
     idle_unload: float,
 ) -> tuple[Service, int | None]:
     """Loading, in a thread, what the command line names; and the draft length of requests that
-    name none, None for auto. Raises UsageError; of what only loading finds wrong with the options
-    one line is said and the process ends with 2. Another rank than 0 never returns from here."""
+    name none, None for auto. Raises UsageError; what only loading finds wrong with the options its
+    requests are told. Another rank than 0 never returns from here."""
     from mlx_mtp.engine.draft_length import check_draft_len
 
     length = options.draft_length(draft_len)
     check_draft_len(length or 0)
+    # Without no_drafter a request may draft where others do not.
+    which = (model, drafter, no_drafter, draft_len if no_drafter else None)
+    options.check(*which, revision, drafter_revision, drafter_bits)
+    for name, given, known in (
+        ("--drafter-bits", drafter_bits, (8, 6, 4, 0)),
+        ("--kv-bits", kv_bits, (8, 4)),
+    ):
+        if given not in (None, *known):
+            wanted = ", ".join(map(str, known))
+            raise UsageError(f"{name} is {given}; it must be one of {wanted}")
+    if max_kv is not None and max_kv < 2:
+        raise UsageError(f"--max-kv is {max_kv}; it must be 2 tokens or more")
 
     several, loads = launched() is not None, count(1)
 
     def load(progress: Progress) -> Pair:
         if next(loads) > 1 and several:
             leave(1, "several ranks load a model once")
-        with _wrong_options_end_it():
-            pair = options.load(
-                model,
-                drafter,
-                no_drafter,
-                draft_len if no_drafter else None,  # a request may draft where others do not
-                revision,
-                drafter_revision,
-                drafter_bits,
-                quiet=True,
-                progress=progress,
-                force_fit=force_fit,
-                calibrate=not no_calibrate,
-                exact=exact,
-            )
+        pair = options.load(
+            *which,
+            revision,
+            drafter_revision,
+            drafter_bits,
+            quiet=True,
+            progress=progress,
+            force_fit=force_fit,
+            calibrate=not no_calibrate,
+            exact=exact,
+        )
         for notice in pair.notices:
             say(notice)
         return pair
 
     def make(pair: Pair) -> Engine:
         cache = pair.cache_bytes() if cache_gb is None else int(cache_gb * 1e9)
-        with _wrong_options_end_it():
-            return pair.engine(kv_bits=kv_bits, max_kv=max_kv, rows=parallel, cache_bytes=cache)
+        return pair.engine(kv_bits=kv_bits, max_kv=max_kv, rows=parallel, cache_bytes=cache)
 
     if several:
         options.joined()
@@ -81,12 +86,3 @@ def service(
         say("several ranks keep their weights: --idle-unload is off")
     idle_s = (not several) * 60 * idle_unload or None
     return Service(load, make, rows=parallel, most_waiting=max_queue, idle_s=idle_s), length
-
-
-@contextmanager
-def _wrong_options_end_it() -> Iterator[None]:
-    """Not so what cannot be loaded, which only its requests are told."""
-    try:
-        yield
-    except UsageError as error:
-        leave(error.exit_code, str(error))

@@ -34,7 +34,7 @@ from mlx_mtp.cli.backends.service import (
     one_line,
     report,
 )
-from mlx_mtp.cli.terminal import launched, say
+from mlx_mtp.cli.terminal import launched, leave, say
 from mlx_mtp.errors import ContextError, FitError, MtpError, UsageError
 
 if TYPE_CHECKING:
@@ -142,11 +142,11 @@ def encode(message: Message) -> bytes:
 
 @dataclass(eq=False)
 class Line:
-    """A message to be written; `owner` is the request it is of, `delta` the part of it that more
-    text can be added to."""
+    """A message to be written; `owner` is the request it is of, which knows whether it is
+    `answered`, `delta` the part of it that more text can be added to."""
 
     message: Message
-    owner: Rpc | None = None
+    owner: Any = None
     delta: Message | None = None
 
     def join(self, more: Line) -> bool:
@@ -309,6 +309,22 @@ class Endpoint(ABC):
     def failure(self, error: Exception) -> Message:
         return failure_of(error)
 
+    def _last_words(self) -> None:
+        """WAITS a little for the live requests and for stdout."""
+        until = time.monotonic() + LAST_WORDS
+        while self._live and time.monotonic() < until:
+            time.sleep(0.01)
+        self.writer.flush(max(until - time.monotonic(), 0))
+
+    def _end_for_wrong_options(self, service: Service) -> None:
+        """WAITS for the model. Where loading it found the options wrong the process ends, its
+        requests answered; what cannot be loaded only they are told."""
+        service.loaded.wait()
+        failed = service.failed
+        if failed is not None and failed.exit_code == UsageError.exit_code:
+            self._last_words()
+            leave(failed.exit_code)
+
     def _say(self, message: Message, rpc: Rpc | None = None) -> None:
         self.writer.put(Line(message, rpc), LINES + ANSWERS)
 
@@ -378,7 +394,7 @@ class Connection(Endpoint):
         self._counts: queue.Queue[Rpc | None] = queue.Queue(LINES)
         self._ended = threading.Event()
         self._closing = self._over = self._refused = False
-        for work in (self._tick, self._count):
+        for work in (self._tick, self._count, partial(self._end_for_wrong_options, service)):
             threading.Thread(target=work, daemon=True).start()
 
     @property

@@ -28,6 +28,7 @@ class Said(NamedTuple):
     content: list[Span]
     thoughts: list[Span]
     calls: list[ToolCall]
+    broken: list[str]
 
 
 @dataclass
@@ -37,6 +38,7 @@ class _Delta:
     content: str = ""
     thoughts: str = ""
     calls: list[ToolCall] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -54,7 +56,7 @@ class OutputStream:
     `stops` are looked for in content only. parse: False takes everything as content. tools: False
     takes calls as content. in_thought: the prompt leaves the thought channel open. most_calls: end
     after so many. A call is released whole; one that cannot be read, or is cut off, becomes the
-    text it was written as, with the flag of the token that decided it.
+    text it was written as, with the flag of the token that decided it, and is in `broken` beside.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class OutputStream:
             self._content.release(drafted),
             [(delta.thoughts, flag) for delta, flag in deltas if delta.thoughts],
             [call for delta, _ in deltas for call in delta.calls],
+            [text for delta, _ in deltas for text in delta.broken],
         )
 
     def finish(self) -> Said:
@@ -158,7 +161,8 @@ class OutputStream:
     def _end_call(self, call: _OpenCall, made: ToolCall | None, end: str = "") -> None:
         self._call = None
         if made is None:
-            self._text(_CALL + "".join(call.parts).replace(QUOTE, _QUOTE) + end)
+            self._now.broken.append(_CALL + "".join(call.parts).replace(QUOTE, _QUOTE) + end)
+            self._text(self._now.broken[-1])
         else:
             self._now.calls.append(made)
             self._calls += 1

@@ -80,7 +80,7 @@ class Editor(Talk):
         return message
 
     def _answer(self, request: Message) -> None:
-        """None: there is no answer yet. A text: an error."""
+        """None: there is no answer yet. A text, or what has an error: that."""
         method, params = request["method"], request["params"]
         known = {
             "session/request_permission": lambda: {
@@ -89,7 +89,7 @@ class Editor(Talk):
             "fs/read_text_file": lambda: (
                 {"content": self.files[params["path"]]}
                 if params["path"] in self.files
-                else "no such file"
+                else {"error": {"code": -32002, "message": "Resource not found"}}
             ),
             "fs/write_text_file": lambda: (
                 self.files.update({params["path"]: params["content"]}) or {}
@@ -102,11 +102,9 @@ class Editor(Talk):
         answer = self.on[method](params) if method in self.on else known[method]()
         if answer is None:
             return
-        outcome = (
-            {"error": {"code": -32603, "message": answer}}
-            if isinstance(answer, str)
-            else {"result": answer}
-        )
+        if isinstance(answer, str):
+            answer = {"error": {"code": -32603, "message": answer}}
+        outcome = answer if isinstance(answer, dict) and "error" in answer else {"result": answer}
         self.send({"jsonrpc": "2.0", "id": request["id"], **outcome})
 
     def do(self, method: str, **params: Any) -> Message:

@@ -35,6 +35,12 @@ SCRIPT = {
     "read both": [call("read_file", path="a.txt") + call("read_file", path="b.txt"), "Read."],
     "read none": [call("read_file", path="none.txt"), "No such file."],
     "read wrongly": [call("read_file", line=0), "I see."],
+    "make none": [call("edit_file", path="none/x", old_text="", new_text=""), "Made."],
+    "edit to same": [call("edit_file", path="a.txt", old_text="two", new_text="two"), "Same."],
+    "edit lines": [call("edit_file", path="a.txt", old_text="one\ntwo", new_text="1\n2"), "Done."],
+    "read on": [call("read_file", path="a.txt", line=2, skip=32000), "So it ends."],
+    "run nothing": [call("run_command", command=" \n"), "Nothing."],
+    "call badly": ["Look: <|tool_call>call:read_file{path<tool_call|>", "Now I read."],
     "run please": [call("run_command", command="ls -l | wc"), "It ran."],
     "unknown tool": [call("delete_all"), "There is none."],
     "think about it": ["<|channel>thought\nHm.<channel|>So it is."],
@@ -174,10 +180,12 @@ def test_a_file_that_changes_meanwhile_is_left_alone(editor, told):
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("edit nothing", "in the file 0 times"),
-        ("edit many", "in the file 2 times"),
+        ("edit nothing", "in the file not once"),
+        ("edit many", "in the file more than once"),
+        ("edit to same", "changes nothing"),
+        ("run nothing", "command is empty"),
         ("make over", "the file exists"),
-        ("read none", "no such file"),
+        ("read none", "Resource not found"),
         ("read wrongly", "path is missing"),
         ("unknown tool", "the tools are: read_file, edit_file, run_command"),
     ],
@@ -188,6 +196,60 @@ def test_what_goes_wrong_is_told_the_model(editor, told, text, what):
     assert what in told()
     assert [status for _, status in editor.calls()] == ["failed"]
     assert editor.files == before
+    assert {one["method"] for one in editor.asked} <= {"fs/read_text_file"}
+
+
+UNREADABLE = [
+    {"code": -32603, "message": "Internal error"},
+    {"code": -32603, "message": "stream did not contain valid UTF-8"},
+    {"code": -32603, "message": "EACCES: permission denied, open '/work/new/c.txt'"},
+    {"code": -32603, "message": "Internal error", "data": {"details": "EISDIR: is a directory"}},
+    {"code": -32000, "message": "Auth required"},
+    "ENOTENT",
+    7,
+    None,
+]
+GONE = [
+    {"code": -32002, "message": "Resource not found", "data": {"uri": "file:///work/new/c.txt"}},
+    # As of clients that pass on what the system says: acpx 0.1, Rust's, Python's.
+    {"code": -32603, "message": "Internal error", "data": {"details": "ENOENT: no such file"}},
+    {"code": -32603, "message": "No such file or directory (os error 2)"},
+    {"code": -32000, "message": "[Errno 2] No such file or directory: 'c.txt'"},
+]
+
+
+@pytest.mark.parametrize("error", UNREADABLE)
+def test_a_file_that_cannot_be_read_is_not_made_anew(editor, told, error):
+    editor.on["fs/read_text_file"] = lambda _: {"error": error}
+    editor.prompt(editor.open(), "make one")
+    assert [one["method"] for one in editor.asked] == ["fs/read_text_file"]
+    assert "fs/read_text_file: " in told()
+    assert [status for _, status in editor.calls()] == ["failed"]
+
+
+@pytest.mark.parametrize("error", GONE)
+def test_a_file_that_is_not_there_is_made(editor, error):
+    editor.on["fs/read_text_file"] = lambda _: {"error": error}
+    editor.prompt(editor.open(), "make one")
+    assert editor.files["/work/new/c.txt"] == "made"
+
+
+def test_an_empty_new_file(editor):
+    editor.prompt(editor.open(), "make none")
+    assert editor.files["/work/none/x"] == ""
+
+
+def test_what_is_too_large_is_not_edited(editor, told, monkeypatch):
+    monkeypatch.setattr(agent, "LARGEST", 7)
+    editor.prompt(editor.open(), "edit please")
+    assert [one["method"] for one in editor.asked] == ["fs/read_text_file"]
+    assert "the file has 8 characters; 7 are the most to edit" in told()
+
+
+def test_a_file_keeps_its_line_ends(editor):
+    editor.files["/work/a.txt"] = "zero\r\none\r\ntwo\r\n"
+    editor.prompt(editor.open(), "edit lines")
+    assert editor.files["/work/a.txt"] == "zero\r\n1\r\n2\r\n"
 
 
 def test_a_new_file(editor):
@@ -216,6 +278,34 @@ def test_a_long_file_is_cut_and_says_where(editor, told):
     editor.prompt(editor.open(), "read both")
     lines = agent.MOST // 15
     assert f"[cut off here; line {lines + 1} is the next]" in told()
+
+
+def test_a_long_line_can_be_read_on(editor, told):
+    editor.files["/work/a.txt"] = "x" * agent.MOST + "the rest\n"
+    editor.prompt(editor.open(), "read both")
+    assert "[cut off inside line 1; go on with line 1, skip 32000]" in told()
+    editor.prompt(editor.open(), "read on")  # the file is as if it began with its second line
+    assert "{value:the rest\n}" in told()
+
+
+def test_a_call_that_cannot_be_read_is_told_the_model(editor, told):
+    assert editor.prompt(editor.open(), "call badly")["stopReason"] == "end_turn"
+    assert editor.said() == "Look: Now I read."
+    assert "call:read_file{path" in told()
+    assert "cannot be read, so nothing was done; write it again" in told()
+
+
+def test_a_full_context_is_said(editor):
+    session = editor.open()
+    editor.prompt(session, "hello")
+    editor.said()
+    engine = editor.connection.service._engine
+    context, engine.context = engine.context, 800
+    assert editor.prompt(session, "without end")["stopReason"] == "max_tokens"
+    engine.context = context
+    said = editor.said()
+    assert said.startswith("word word")
+    assert said.endswith(" tokens is full; go on in a new session]")
 
 
 def test_a_command_runs_in_the_clients_terminal(editor, told):
@@ -285,6 +375,8 @@ def test_cancelling_by_the_requests_id(editor):
     ("text", "at"),
     [
         ("edit please", "session/request_permission"),
+        ("edit please", "fs/write_text_file"),
+        ("run please", "terminal/create"),
         ("read please", "fs/read_text_file"),
         ("run please", "terminal/wait_for_exit"),
     ],
@@ -297,22 +389,33 @@ def test_cancelling_while_the_client_is_asked(editor, told, text, at):
     editor.stop(session)
     assert editor.answer(1)["result"]["stopReason"] == "cancelled"
     released = [one for one in editor.asked if one["method"] == "terminal/release"]
-    assert len(released) == (text == "run please")
+    assert len(released) == (at == "terminal/wait_for_exit")
+    assert [status for _, status in editor.calls()] == ["failed"]
     editor.send({"jsonrpc": "2.0", "id": late["id"], "result": {}})
     assert editor.prompt(session, "hello")["stopReason"] == "end_turn"
     assert "The user cancelled this." in told()
+    # What the client was told to do may be done.
+    assert ("may have been done" in told()) == (at in BEGUN)
 
 
-def test_a_terminal_that_comes_after_the_cancel_is_released(editor):
+BEGUN = ("fs/write_text_file", "terminal/create", "terminal/wait_for_exit")
+
+
+@pytest.mark.parametrize("how", ["session/cancel", "$/cancel_request", "session/close"])
+def test_a_terminal_that_comes_after_the_cancel_is_released(editor, how):
     editor.on["terminal/create"] = lambda params: None
     session = editor.open()
     editor.start(1, session, "run please")
     created = editor.until(lambda m: m.get("method") == "terminal/create")
-    editor.stop(session)
-    editor.send({"jsonrpc": "2.0", "id": created["id"], "result": {"terminalId": "late"}})
+    if how == "session/close":
+        editor.do(how, sessionId=session)
+    else:
+        params = {"sessionId": session, "requestId": 1}
+        editor.send({"jsonrpc": "2.0", "method": how, "params": params})
     assert editor.answer(1)["result"]["stopReason"] == "cancelled"
-    assert editor.asked[-1]["method"] == "terminal/release"
-    assert editor.asked[-1]["params"]["terminalId"] == "late"
+    editor.send({"jsonrpc": "2.0", "id": created["id"], "result": {"terminalId": "late"}})
+    released = editor.until(lambda m: m.get("method") == "terminal/release")
+    assert released["params"] == {"sessionId": session, "terminalId": "late"}
 
 
 def test_a_permission_that_the_client_cancels(editor):
@@ -328,6 +431,54 @@ def test_a_client_that_answers_nonsense(editor, told, answer):
     editor.on["session/request_permission"] = lambda _: answer
     editor.prompt(editor.open(), "run please")
     assert editor.ran == []
+
+
+YES = {"outcome": {"outcome": "selected", "optionId": "allow_once"}}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"jsonrpc": "2.0", "result": YES, "error": {"code": 1, "message": "no"}},
+        {"result": YES},
+        {"jsonrpc": "1.0", "result": YES},
+        {"jsonrpc": "2.0"},
+        {"jsonrpc": "2.0", "result": {"outcome": YES["outcome"] | {"outcome": "whatever"}}},
+        {"jsonrpc": "2.0", "result": {"outcome": {"optionId": "allow_once"}}},
+    ],
+)
+def test_what_is_no_clear_yes_is_none(editor, answer):
+    editor.on["session/request_permission"] = lambda _: None
+    session = editor.open()
+    editor.start(1, session, "run please")
+    asked = editor.until(lambda m: m.get("method") == "session/request_permission")
+    editor.send({"id": asked["id"], **answer})
+    assert editor.answer(1)["result"]["stopReason"] == "end_turn"
+    assert [status for _, status in editor.calls()] == ["failed"]
+    # Nothing was said with the agent's own id, and its answer counts once.
+    assert not [m for m in editor.seen if m.get("id") == asked["id"] and "method" not in m]
+    editor.send({"jsonrpc": "2.0", "id": asked["id"], "result": YES})
+    editor.send({"jsonrpc": "2.0", "id": asked["id"]})
+    assert editor.until(lambda m: "error" in m)["id"] is None
+    assert editor.ran == []
+
+
+def test_an_answer_that_is_too_long_fails_the_call(editor, told):
+    editor.on["fs/read_text_file"] = lambda _: None
+    session = editor.open()
+    editor.start(1, session, "read please")
+    asked = editor.until(lambda m: m.get("method") == "fs/read_text_file")
+    answer = {"jsonrpc": "2.0", "id": asked["id"], "result": {"content": "x" * (64 << 20)}}
+    editor.send(answer)
+    assert editor.until(lambda m: "error" in m)["error"]["code"] == -32700
+    assert editor.answer(1)["result"]["stopReason"] == "end_turn"
+    assert "more than 67108864 bytes" in told()
+
+
+def test_a_wait_that_says_nothing(editor, told):
+    editor.on["terminal/wait_for_exit"] = lambda _: {"exitCode": None, "signal": None}
+    editor.prompt(editor.open(), "run please")
+    assert "[exit code unknown]" in told()
 
 
 def test_a_busy_session_takes_no_second_prompt(editor):
@@ -406,15 +557,32 @@ def test_thinking_is_an_option(editor, told):
         ("initialize", {"protocolVersion": "one"}, -32602),
         ("session/new", {}, -32602),
         ("session/new", {"cwd": "below", "mcpServers": []}, -32602),
+        ("session/new", {"cwd": "/", "mcpServers": {}}, -32602),
+        ("session/new", {"cwd": "/", "mcpServers": "none"}, -32602),
         ("session/prompt", {}, -32602),
         ("session/prompt", {"sessionId": "x", "prompt": words("x")}, -32002),
         ("session/close", {"sessionId": "x"}, -32002),
     ],
 )
 def test_wrong_methods_and_parameters_get_errors(editor, method, params, code):
+    editor.open()
     error = editor.do(method, **params)["error"]
     assert error["code"] == code
     assert error["message"]
+    assert "inf" not in error["message"]
+
+
+@pytest.mark.parametrize("prompt", ["hi", {}, 5, {"type": "text", "text": "hi"}])
+def test_a_prompt_that_is_no_list(editor, prompt):
+    error = editor.do("session/prompt", sessionId=editor.open(), prompt=prompt)["error"]
+    assert error["code"] == -32602
+    assert error["message"].startswith("prompt is ")
+    assert error["message"].endswith("; it must be a list")
+
+
+def test_initialize_comes_first(editor):
+    assert editor.do("session/new", cwd="/work", mcpServers=[])["error"]["code"] == -32600
+    assert editor.open()
 
 
 @pytest.mark.parametrize(
@@ -510,8 +678,11 @@ def test_a_prompt_becomes_text():
             r"prompt\[1\].type",
         ),
         ([{"type": "audio", "data": "", "mimeType": "audio/wav"}], r"prompt\[0\].type"),
-        ([{"type": "text"}], r"text is missing"),
-        ([{"type": "resource", "resource": {"uri": "x:y", "blob": "AA=="}}], "text is missing"),
+        ([{"type": "text"}], r"prompt\[0\].text is missing"),
+        (
+            [{"type": "resource", "resource": {"uri": "x:y", "blob": "AA=="}}],
+            r"prompt\[0\].resource.text is missing",
+        ),
     ],
 )
 def test_what_is_no_text_is_refused(blocks, what):
@@ -524,6 +695,34 @@ def test_paths_are_only_text():
     assert session.path("a.txt") == "/work/x/a.txt"
     assert session.path("./b/../a.txt") == "/work/x/a.txt"
     assert session.path("/etc/a") == "/etc/a"
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new", "then"),
+    [
+        ("a\nb\n", "a\n", "c\n", "c\nb\n"),
+        ("a\nb\n", "\n", "", None),
+        ("aaa", "aa", "b", None),
+        ("a.b", "a.b", r"\1", r"\1"),
+        ("axb", "a.b", "", None),
+        ("a\r\nb\r\n", "a", "c\nd", "c\r\nd\r\nb\r\n"),
+        ("a\r\nb", "\n", "\n\n", "a\r\n\r\nb"),
+        ("a\r\nb", "a\r\nb", "c\r\nd", "c\r\nd"),
+        ("a\nb\nc\r\nd", "c\nd", "e\r\nf", "a\nb\ne\nf"),
+    ],
+)
+def test_one_piece_is_replaced(text, old, new, then):
+    if then is not None:
+        assert agent.replaced(text, old, new) == then
+        return
+    with pytest.raises(agent.ToolError, match="must be there once"):
+        agent.replaced(text, old, new)
+
+
+def test_a_paths_own_words_are_no_error():
+    path = '/work/ENOENT "x"'
+    denied = agent.ClientError("fs/read_text_file", {"code": -32603, "data": f"EACCES: {path}"})
+    assert not denied.says_missing(path)
 
 
 def test_calls_without_a_result():
