@@ -633,20 +633,6 @@ def test_a_wrong_command_line_is_one_line_and_exit_2(inside, arguments, word):
     assert word in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--no-drafter", "--drafter", "x"], b"--drafter needs a drafter"),
-        (["--kv-bits", "5"], b"not 5"),
-        (["--max-kv", "1"], b"max-kv is 1"),
-    ],
-)
-def test_wrong_options_end_it_while_stdin_is_open(arguments, words):
-    child = Child(*arguments)
-    assert child.process.wait(timeout=10) == 2
-    assert words in child.process.stderr.read()
-
-
 def test_a_folder_that_is_not_there_is_exit_3_if_something_was_asked():
     done, found = run(b'{"prompt": "x"}\n', "--model", "/nowhere")
     assert (done.returncode, code(found[0])) == (3, LOAD)
