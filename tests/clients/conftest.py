@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "clients.md"
 ADDRESS = "http://127.0.0.1:8765/v1"
 FENCE = re.compile(r"((?:^(?!```)[^\n]+\n)*)^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NO_KEY = re.compile(r"(key\"?: \"?)none\b", re.IGNORECASE)
 # Looks for updates, lists of models and telemetry would only wait for a network.
 OFFLINE = {
     "OPENCODE_DISABLE_AUTOUPDATE": "1",
@@ -136,9 +137,17 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Ran]:
-    """Runs a client by the page, with the last word of its command in place of the page's."""
+    """Runs a client by the page, with the last word of its command in place of the page's, and
+    `more` at the end of its files."""
 
-    def start(client: str, server: Server, prompt: str, most_tokens: str = "8192") -> Ran:
+    def start(
+        client: str,
+        server: Server,
+        prompt: str,
+        most_tokens: str = "8192",
+        key: str = "none",
+        more: str = "",
+    ) -> Ran:
         said = section(client)
         home, work = tmp_path / "home", tmp_path / "work"
         work.mkdir(exist_ok=True)
@@ -146,7 +155,8 @@ def run(tmp_path: Path) -> Callable[..., Ran]:
             to = home / path
             to.parent.mkdir(parents=True, exist_ok=True)
             text = text.replace(ADDRESS, ADDRESS.replace("8765", str(server.port)))
-            to.write_text(text.replace("8192", most_tokens))
+            text = text.replace("8192", most_tokens)
+            to.write_text(NO_KEY.sub(rf"\g<1>{key}", text) + more)
         environment = {"PATH": search_path(), "HOME": str(home), "LANG": "C.UTF-8"} | OFFLINE | GIT
         process = subprocess.Popen(
             [*said.command[:-1], prompt],

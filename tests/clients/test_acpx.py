@@ -34,7 +34,8 @@ def acpx(tmp_path):
     home, work = tempfile.TemporaryDirectory(prefix="acpx"), tmp_path / "work"
     work.mkdir()
     (work / "a.txt").write_text("one\ntwo\n")
-    program = ["acpx", "--ttl", "1", "--agent", agent]
+    # One that waits for work as long as any test runs; closing the session ends it.
+    program = ["acpx", "--ttl", "90", "--agent", agent]
 
     def start(*arguments):
         return subprocess.Popen(

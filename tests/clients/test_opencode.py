@@ -21,6 +21,15 @@ def test_it_writes_a_file(serve, run):
     assert chats[-1]["messages"][-1]["role"] == "tool"
 
 
+def test_a_servers_key(serve, run, tmp_path):
+    key = tmp_path / "key"
+    key.write_text("s3cret\n")
+    server = serve(RULES, "--api-key-file", str(key))
+    ran = run("OpenCode", server, TASK, key="s3cret")
+    assert ran.code == 0, ran
+    asked(server)
+
+
 def test_it_lives_with_the_embedded_pair(serve, run):
     server = serve(None, "--max-kv", "15000")
     ran = run("OpenCode", server, TASK, most_tokens="64")

@@ -2,11 +2,12 @@
 
 import json
 import re
+import subprocess
 
 import pytest
 import yaml
 
-from tests.clients.conftest import ADDRESS, FENCE, PAGE, section
+from tests.clients.conftest import ADDRESS, FENCE, NO_KEY, PAGE, ROOT, section
 
 CLIENTS = ["OpenCode", "pi", "Continue", "aider", "llm"]
 
@@ -16,6 +17,28 @@ def test_clients_have_files_and_a_command(client):
     said = section(client)
     assert said.command
     assert sum(text.count(ADDRESS) for text in said.files.values()) == 1
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_clients_have_a_place_for_a_key(client):
+    said = section(client)
+    places = sum(len(NO_KEY.findall(text)) for text in said.files.values())
+    assert places == (client != "llm")
+
+
+def test_a_relative_folder_of_clients_is_below_the_callers(tmp_path):
+    script = (ROOT / ".ci" / "clients").read_text()
+    versions = re.findall(r'^(?:py|aider|node)="(.*?)"', script, re.M | re.S)
+    folder, python = tmp_path / "clients", tmp_path / "bin" / "python"
+    folder.mkdir()
+    (folder / "installed").write_text(" ".join(versions) + "\n")
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "$MLX_MTP_CLIENTS"\n')
+    python.chmod(0o755)
+    environment = {"PATH": f"{python.parent}:/usr/bin:/bin", "VIRTUAL_ENV": "x", "HOME": "/nowhere"}
+    command = [str(ROOT / ".ci" / "clients"), "clients"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.stdout == f"{folder}\n", ran.stderr
 
 
 def test_every_block_is_of_its_kind():
