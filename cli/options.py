@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from threading import Timer
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -160,14 +161,21 @@ def check(
         raise UsageError("a revision needs the --model or the --drafter that it is of")
 
 
+PATIENCE = 10  # seconds until it is said what is waited for
+
+
 @cache
 def joined() -> ranks.Link:
     """This process among those that mlx.launch started; the first call is the main thread's. WAITS
     until all are there. Raises MtpError."""
     from mlx_mtp import ranks
 
+    patience = Timer(PATIENCE, say, ["waiting for the other ranks"])
+    patience.daemon = True
+    patience.start()
     with signals.unheard():
         link = ranks.Link(leave)
+    patience.cancel()
     farewells.append(link.end)
     return link
 

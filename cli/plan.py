@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +14,7 @@ from mlx_mtp.errors import LoadError, UsageError
 
 if TYPE_CHECKING:
     from mlx_mtp.measure.machine import Machine
-    from mlx_mtp.measure.plan import Plan
+    from mlx_mtp.measure.plan import Plan, Sizes
 
 MOST_CONTEXT, MOST_HOSTS = 1 << 20, 32
 HELP = """Say which pairs fit this machine, or another, and how fast they could be.
@@ -107,7 +108,7 @@ def plan(
                 raise
             say(f"{error}; what follows is from shapes alone")
     if hosts > 1:
-        pairs = [plans.shared(sizes, hosts) for sizes in pairs]
+        pairs = list(_shared(pairs, hosts))
     if machine.chip is None:
         say(
             f"tokens/s are left out: {machine.name} is no Apple chip that is known; another is "
@@ -128,6 +129,23 @@ def plan(
         emit(json.dumps({**about, "pairs": [p.to_dict() for p in made]}) + "\n")
     else:
         emit("".join(f"{line}\n" for line in describe(machine, context, made, hosts)))
+
+
+def _shared(pairs: list[Sizes], hosts: int) -> Iterator[Sizes]:
+    """Each machine's part of those that can be divided. Raises UsageError where none can."""
+    from mlx_mtp.measure import plan as plans
+
+    refused: dict[tuple[str, str], list[str]] = {}
+    for sizes in pairs:
+        try:
+            yield plans.shared(sizes, hosts)
+        except UsageError as error:
+            refused.setdefault((sizes.name, str(error)), []).append(str(sizes.bits))
+    told = [f"{name} in {', '.join(bits)} bits: {why}" for (name, why), bits in refused.items()]
+    if sum(map(len, refused.values())) == len(pairs):
+        raise UsageError(told[0])
+    for line in told:
+        say(f"left out: {line}")
 
 
 def describe(machine: Machine, context: int, made: list[Plan], hosts: int) -> list[str]:

@@ -77,13 +77,19 @@ def leave(code: int, line: str | None = None) -> NoReturn:
     os._exit(code)
 
 
+# Where mlx.launch's backends look for the other ranks.
+OTHERS = ("MLX_HOSTFILE", "MLX_JACCL_COORDINATOR", "MLX_IBV_DEVICES", "NCCL_HOST_IP")
+
+
 def launched() -> int | None:
-    """The rank of this process, where mlx.launch started several; None: it runs alone."""
-    rank = os.environ.get("MLX_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
-    hosts = os.environ.get("MLX_HOSTFILE")
+    """The rank of this process, where mlx.launch started several; None: it runs alone. A rank that
+    stands in the environment without the others' places means nothing."""
+    rank, hosts = os.environ.get("MLX_RANK"), os.environ.get("MLX_HOSTFILE")
     if hosts and os.path.exists(hosts) and os.path.getsize(hosts) < 3:
         return None  # mlx.launch -n 1
-    return None if rank is None else int(rank)
+    if not any(name in os.environ for name in OTHERS):
+        rank = os.environ.get("OMPI_COMM_WORLD_RANK")
+    return int(rank) if rank and rank.isdecimal() else None
 
 
 def follow_quietly() -> None:

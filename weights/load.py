@@ -9,9 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from mlx_mtp.engine.calibrate import Calibration
 from mlx_mtp.engine.draft_length import AutoLength
@@ -32,6 +35,7 @@ from mlx_mtp.weights.limits import limit_memory, wired_by_others
 from mlx_mtp.weights.planned import Model, Planned, plan_drafter, plan_target, shard
 
 DRAFTER_BITS = (0, 4, 6, 8)
+SMALL = 1 << 16  # numbers of an array
 NO_BOS = "its tokenizer has no BOS token, so prompts begin without one"
 
 
@@ -123,6 +127,12 @@ def load_pair(
     except BaseException:
         restore_limits()
         raise
+    if ranks is not None and not ranks.same(_digest(planned)):
+        restore_limits()
+        raise LoadError(
+            "this rank has not loaded what rank 0 has: model, drafter, its options, mlx-mtp and "
+            "MLX must be the same on all"
+        )
     notices = [
         *found.notices,
         *(notice for p, *_ in planned for notice in p.notices),
@@ -160,6 +170,22 @@ def load_pair(
         exact=exact,
         load_s=time.perf_counter() - started,
     )
+
+
+def _digest(
+    planned: Sequence[tuple[Planned[Target] | Planned[Drafter], bool, mx.Device]],
+) -> bytes:
+    """Of what a pair is: versions, configs, tensors by name, dtype and shape, and the small ones
+    that every rank reads whole, by value."""
+    told = blake2b(f"{version('mlx-mtp')} {mx.__version__}".encode(), digest_size=32)
+    for p, in_float32, _ in planned:
+        tensors = sorted((n, part.tensor.dtype, part.shape) for n, part in p.plan.parts.items())
+        told.update(repr((p.text, in_float32, tensors, sorted(p.packed))).encode())
+        arrays: dict[str, mx.array] = dict(tree_flatten(p.module.parameters()))
+        for name, array in sorted(arrays.items()):
+            if name.endswith("norm.weight") and "self_attn" not in name and array.size < SMALL:
+                told.update(bytes(memoryview(array.view(mx.uint8))))
+    return told.digest()
 
 
 def read_drafter(found: Found, bits: int) -> Drafter:

@@ -47,6 +47,12 @@ class Ranks:
         did not wait for those before it would meet another one of rank 0's."""
         return self.total(x if self.rank == 0 else x * 0)
 
+    def same(self, digest: bytes) -> bool:
+        """Whether rank 0 has the same `digest`, of a length that all know. WAITS."""
+        mine = mx.array(list(digest), dtype=mx.int32)
+        with mx.stream(mx.cpu):
+            return mx.array_equal(self.leaders(mine), mine).item() is True
+
     def counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, which describes its collectives at its first call alone, as it is compiled, but
         does them at every one."""
@@ -96,7 +102,7 @@ class Shards:
     groups: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for kind in set(self.text.layer_types):
+        for kind in sorted(set(self.text.layer_types)):
             heads, kv, size = (*self._counts(kind), self.ranks.size)
             if heads % size or (kv % size and size % kv):
                 raise UsageError(

@@ -110,6 +110,7 @@ class Scripted:
         self.inner, self.config, self.dtype = target, target.config, target.dtype
         self.says = mx.array([*text, *[0] * 64])
         self.embed, self.shortlist = target.embed, None
+        self.ranks, self.kv_heads = target.ranks, target.kv_heads
 
     def __call__(self, ids, kv, keep=None):
         at = kv.offset[:, None] + mx.arange(ids.shape[1])

@@ -166,7 +166,7 @@ def test_bench_says_how_many_ranks_it_ran_on(launch, tmp_path, model):
         (("generate", "hi", "--exact"), 2, "--exact cannot be had on several ranks"),
         (("generate",), 2, "mlx.launch passes no end of stdin on: give PROMPT or --prompt-file"),
         (("bench", "--vs", "mlx-lm"), 2, "on several ranks bench takes one --drafter, and no --vs"),
-        (("stdio", "--max-kv", "1"), 2, "max-kv is 1; it must be 2 positions or more"),
+        (("stdio", "--max-kv", "1"), 2, "--max-kv is 1; it must be 2 tokens or more"),
     ],
 )
 def test_what_cannot_be_had_is_refused(launch, arguments, code, line):
@@ -187,12 +187,24 @@ def test_a_folder_that_one_machine_lacks_ends_all(launch, tmp_path):
     assert re.search(r"mlx-mtp( \(rank 1\))?: .*none: no such folder", "".join(said))
 
 
+def test_ranks_that_load_something_else_are_refused(model, tmp_path):
+    """What the other does without a drafter would not fit what rank 0 sends."""
+    one = 'test "$MLX_RANK" = 0 && set -- "$@" --draft-len 4 || set -- "$@" --no-drafter; exec "$@"'
+    command = [*COMMAND, "generate", "def", "--model", model]
+    processes = start(2, tmp_path, ["sh", "-c", one, "sh", *command])
+    codes, said = ended(processes, timeout=60)
+    assert codes == [3, 3]
+    assert "mlx-mtp (rank 1): this rank has not loaded what rank 0 has" in said[1]
+
+
 def test_other_commands_run_on_rank_0_alone(model):
     """No ring is needed, for none of them is made."""
     said = []
     for rank in "01":
         command = [*COMMAND, "inspect", model]
-        done = subprocess.run(command, env=environment(MLX_RANK=rank), capture_output=True)
+        done = subprocess.run(
+            command, env=environment(MLX_RANK=rank, NCCL_HOST_IP="-"), capture_output=True
+        )
         assert (done.returncode, done.stderr) == (0, b"")
         said.append(done.stdout)
     assert said[0]
@@ -207,6 +219,12 @@ def test_one_process_of_mlx_launch_is_no_rank(monkeypatch, tmp_path):
     assert terminal.launched() is None
     hosts.write_text('[["127.0.0.1:1"], ["127.0.0.1:2"]]')
     assert terminal.launched() == 0
+
+
+@pytest.mark.parametrize("rank", ["1", "-1", "", "abc"])
+def test_a_rank_alone_in_the_environment_means_nothing(monkeypatch, rank):
+    monkeypatch.setenv("MLX_RANK", rank)
+    assert terminal.launched() is None
 
 
 @pytest.mark.parametrize(
