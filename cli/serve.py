@@ -20,6 +20,8 @@ Only this machine may ask, and no web page: see --host, --allow-origin. With MLX
 are printed nowhere. docs/clients.md has the settings of clients. Exit codes: 2 usage, 3 loading,
 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP."""
 
+MOST_KEY = 4096
+
 
 def serve(
     model: options.Model = None,
@@ -56,11 +58,12 @@ def serve(
             "[default: none]",
         ),
     ] = None,
-    max_body: Annotated[int, typer.Option(min=1, max=1024, help="MB of a request at most.")] = 32,
+    max_body: Annotated[int, typer.Option(min=1, max=1024, help="MB of a request at most.")] = 8,
 ) -> None:
     from mlx_mtp.cli.backends import http
     from mlx_mtp.cli.backends.opening import service
 
+    host = host.strip("[]")
     key = None if launched() else api_key(api_key_file)
     origins = tuple(http.origin(url) for url in allow_origin or ())
     bound = None if launched() else http.listen(host, port, key)
@@ -105,15 +108,19 @@ def serve(
 
 def api_key(file: Path | None) -> str | None:
     """Raises UsageError."""
-    where, text = "MLX_MTP_API_KEY", os.environ.get("MLX_MTP_API_KEY", "")
+    where, text = "MLX_MTP_API_KEY", os.environ.get("MLX_MTP_API_KEY")
     if file is not None:
         where = f"--api-key-file {file}"
         try:
-            text = file.read_text().strip()
+            with file.open("rb") as opened:
+                text = opened.read(MOST_KEY + 1).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{where}: {getattr(error, 'strerror', 'no text')}") from None
-    if not text and file is None:
+    if text is None:
         return None
+    if len(text) > MOST_KEY:
+        raise UsageError(f"{where}: a key has at most {MOST_KEY} characters")
+    text = text.strip()
     if not text or not text.isprintable() or " " in text:
         raise UsageError(f"{where} must hold a key: one word of printable characters")
     return text

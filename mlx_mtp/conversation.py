@@ -17,19 +17,24 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_mtp.engine.requests import Event, Grammar
 from mlx_mtp.engine.session import Engine
-from mlx_mtp.errors import UsageError
+from mlx_mtp.errors import ContextError, UsageError
 from mlx_mtp.generation import Answer, Options, Piece
 from mlx_mtp.pair import Pair
-from mlx_mtp.text.chat import Message
+from mlx_mtp.text.chat import ChatTemplate, Message
 from mlx_mtp.text.grammar import GrammarFactory
 from mlx_mtp.text.messages import checked_messages, checked_tools
 from mlx_mtp.text.output import OutputStream, Said, in_thought
+from mlx_mtp.text.tokenizer import Tokenizer
 from mlx_mtp.text.tool_calls import ToolCall
-from mlx_mtp.text.turns import TurnMemory
+from mlx_mtp.text.turns import Prompt, TurnMemory
+
+TURN = (
+    4  # tokens that a user's or a tool's message has beside its text: <|turn>user, a line, <turn|>
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,38 @@ class Ask:
     session: str | None = None
 
 
+class Ready(NamedTuple):
+    """An ask's prompt as tokens, and its tools as templates read them."""
+
+    prompt: Prompt
+    tools: list[dict[str, Any]] | None
+
+
+def prepare(
+    ask: Ask, template: ChatTemplate | None, tokenizer: Tokenizer, memory: TurnMemory
+) -> Ready:
+    """Reads messages and tools, which may take seconds; in any thread. Raises UsageError,
+    ContextError for so many messages that they need not be rendered."""
+    if template is None:
+        raise UsageError(
+            "the model has no chat template, as base models have none: complete a prompt, or use "
+            "its -it version"
+        )
+    messages, tools = checked_messages(ask.messages), checked_tools(ask.tools)
+    least = TURN * sum(message["role"] in ("user", "tool") for message in messages)
+    if tokenizer.most_tokens is not None and least > tokenizer.most_tokens:
+        raise ContextError(least, tokenizer.most_tokens, counted=False)
+    prompt = memory.prompt(
+        template,
+        tokenizer,
+        messages,
+        tools,
+        enable_thinking=ask.thinking,
+        preserve_thinking=ask.preserve_thinking,
+    )
+    return Ready(prompt, tools)
+
+
 class Conversations:
     """The chats of one pair."""
 
@@ -66,32 +103,31 @@ class Conversations:
         vocabulary = pair.target.config.text.vocab_size
         self.grammars = GrammarFactory(pair.tokenizer, vocabulary, self.eos)
 
-    def start(self, engine: Engine, ask: Ask, options: Options | None = None) -> Turn:
-        """Queue a turn. Raises UsageError, as the template and `Engine.add` do, and FitError."""
-        return Turn(self, engine, ask, options or Options())
+    def start(
+        self,
+        engine: Engine,
+        ask: Ask,
+        options: Options | None = None,
+        ready: Ready | None = None,
+    ) -> Turn:
+        """Queue a turn; `ready` is what `prepare` made of the ask, where that was done before.
+        Raises UsageError, as the template and `Engine.add` do, and FitError."""
+        return Turn(self, engine, ask, options or Options(), ready)
 
 
 class Turn(Answer):
     """One turn of the model in the making; `calls` as far as they are complete, with their ids."""
 
     def __init__(
-        self, conversations: Conversations, engine: Engine, ask: Ask, options: Options
+        self,
+        conversations: Conversations,
+        engine: Engine,
+        ask: Ask,
+        options: Options,
+        ready: Ready | None = None,
     ) -> None:
         pair = conversations.pair
-        if pair.template is None:
-            raise UsageError(
-                f"{pair.name} has no chat template, as base models have none: complete a prompt, "
-                "or use its -it version"
-            )
-        messages, tools = checked_messages(ask.messages), checked_tools(ask.tools)
-        prompt = conversations.memory.prompt(
-            pair.template,
-            pair.tokenizer,
-            messages,
-            tools,
-            enable_thinking=ask.thinking,
-            preserve_thinking=ask.preserve_thinking,
-        )
+        prompt, tools = ready or prepare(ask, pair.template, pair.tokenizer, conversations.memory)
         opener = pair.tokenizer.control.get("<|tool_call>")
         callable_tools = bool(tools) and ask.tool_choice != "none"
         if tools and not callable_tools and opener is not None:

@@ -15,6 +15,7 @@ import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -30,6 +32,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as Event
 
 from mlx_mtp.cli.backends import metrics, openai, openapi
 from mlx_mtp.cli.backends.service import Busy, Job, Service, report
@@ -55,20 +58,23 @@ KEEP_ALIVE = 75  # seconds, more than clients keep a connection that they may us
 class Settings:
     """asked: the model that was asked for. draft_len: that of requests which name none. host: where
     it is bound to loopback, by which name; else None. origins: the web pages that may ask.
-    max_body: bytes. silence_s: after so many seconds a stream says that it is alive."""
+    max_body: bytes. silence_s: after so many seconds a stream says that it is alive. body_s: that a
+    body may take to come."""
 
     asked: str | None = None
     draft_len: int | None = None
     host: str | None = "127.0.0.1"
     key: str | None = None
     origins: tuple[str, ...] = ()
-    max_body: int = 32 << 20
+    max_body: int = 8_000_000
     silence_s: float = 5.0
+    body_s: float = 60.0
 
 
 def app(service: Service, settings: Settings) -> Starlette:
     """Its endpoints answer in OpenAI's form, whatever goes wrong."""
-    api = _Api(service, settings)
+    statuses: Counter[int] = Counter()
+    api = _Api(service, settings, statuses)
     works: dict[str, Work] = {
         "/health": api.health,
         "/metrics": api.metrics,
@@ -87,12 +93,13 @@ def app(service: Service, settings: Settings) -> Starlette:
         for path, work in works.items()
     ]
     guards = [
-        Middleware(_Guard, settings),
+        Middleware(_Guard, settings, statuses),
         Middleware(
-            CORSMiddleware,
+            _Cors,
             allow_origins=settings.origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
+            allow_private_network=True,
         ),
     ]
     found = Starlette(
@@ -121,7 +128,8 @@ def origin(url: str) -> str:
     """As browsers send it. Raises UsageError for what is none."""
     if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]+", url.lower()):
         raise UsageError(f"--allow-origin is {url!r}; it must be as https://example.org, no path")
-    return url.lower()
+    scheme, _, rest = url.lower().partition("://")
+    return f"{scheme}://{rest.removesuffix({'http': ':80', 'https': ':443'}.get(scheme, ''))}"
 
 
 def listen(host: str, port: int, key: str | None) -> tuple[socket.socket, bool]:
@@ -130,7 +138,7 @@ def listen(host: str, port: int, key: str | None) -> tuple[socket.socket, bool]:
     where = f"{host}:{port}"
     try:
         # Of several addresses one, of IPv4 if there is one.
-        family, *_, to = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        family, *_, to = min(socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM))
         local = is_loopback(str(to[0]))
         if not local and key is None:
             raise UsageError(
@@ -196,28 +204,49 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return refusal(error)
 
 
-class _Guard:
-    """Refuses what comes under another name than this server's, or from a web page."""
+def stranger(headers: Headers, settings: Settings) -> str | None:
+    """Why a request with these headers may not ask: it comes under another name than this server's,
+    or from a web page."""
+    hosts, origins = headers.getlist("host"), headers.getlist("origin")
+    site = headers.get("sec-fetch-site")
+    if len(hosts) > 1 or not known_host("".join(hosts), settings.host):
+        return f"the Host header is {openai.shown(', '.join(hosts))}, not loopback's"
+    if len(origins) > 1 or not set(origins) <= set(settings.origins):
+        page = openai.shown(", ".join(origins))
+        return f"web pages of {page} may not ask: see --allow-origin"
+    if site in ("cross-site", "same-site") and not origins:
+        return "web pages may not ask without an Origin: see --allow-origin"
+    return None
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self._app, self._settings = app, settings
+
+class _Guard:
+    """Refuses strangers, and counts all answers by their status."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, statuses: Counter[int]) -> None:
+        self._app, self._settings, self._statuses = app, settings, statuses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Request(scope).headers
-        host, origin = headers.get("host", ""), headers.get("origin")
-        if not known_host(host, self._settings.host):
-            why = f"the Host header is {openai.shown(host)}, not loopback's"
-        elif origin is not None and origin not in self._settings.origins:
-            why = f"web pages of {openai.shown(origin)} may not ask: see --allow-origin"
-        else:
-            await self._app(scope, receive, send)
-            return
-        await refusal(HTTPException(403, why))(scope, receive, send)
+        async def counted(event: Event) -> None:
+            if event["type"] == "http.response.start":
+                self._statuses[event["status"]] += 1
+            await send(event)
+
+        why = stranger(Headers(scope=scope), self._settings)
+        app = self._app if why is None else refusal(HTTPException(403, why))
+        await app(scope, receive, counted)
+
+
+class _Cors(CORSMiddleware):
+    def preflight_response(self, request_headers: Headers) -> Response:
+        found = super().preflight_response(request_headers)
+        if found.status_code == 200:
+            return found
+        return refusal(HTTPException(found.status_code, bytes(found.body).decode()))
 
 
 class _Api:
-    def __init__(self, service: Service, settings: Settings) -> None:
-        self._service, self._settings = service, settings
+    def __init__(self, service: Service, settings: Settings, statuses: Counter[int]) -> None:
+        self._service, self._settings, self._statuses = service, settings, statuses
         self._started = int(time.time())
 
     def endpoint(self, work: Work, *, free: bool) -> Work:
@@ -238,7 +267,7 @@ class _Api:
         return answer({"status": state}, 200 if state in ("ready", "unloaded") else 503)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(metrics.text(self._service), media_type=metrics.TYPE)
+        return Response(metrics.text(self._service, self._statuses), media_type=metrics.TYPE)
 
     async def openapi(self, request: Request) -> Response:
         return answer(openapi.document(self._settings.key is not None))
@@ -261,11 +290,19 @@ class _Api:
         most = self._settings.max_body
         content = bytearray()
         length = int(request.headers.get("content-length", 0))
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            raise HTTPException(415, f"the Content-Encoding is {openai.shown(coding)}: use none")
         if length <= most:
-            async for chunk in request.stream():
-                content += chunk
-                if len(content) > most:
-                    break
+            try:
+                async with asyncio.timeout(self._settings.body_s):
+                    async for chunk in request.stream():
+                        content += chunk
+                        if len(content) > most:
+                            break
+            except TimeoutError:
+                why = f"the body did not come within {self._settings.body_s:g} seconds"
+                raise HTTPException(408, why, {"Connection": "close"}) from None
         if max(length, len(content)) > most:
             raise HTTPException(413, f"the body is longer than {most} bytes (--max-body)")
         return bytes(content)
@@ -275,9 +312,11 @@ class _Api:
         if not isinstance(given, dict):
             raise UsageError("the body must be an object")
         body = check(given, self._settings.draft_len)
-        if self._service.model is not None:
-            openai.check_model(body.model, self._names())
-        return body
+        model = self._service.model
+        if model is None:
+            return body
+        openai.check_model(body.model, self._names())
+        return body.prepared(model)
 
     def _authorize(self, given: str) -> None:
         key = self._settings.key
@@ -299,7 +338,7 @@ class _Api:
             "created": self._started,
             "owned_by": "mlx-mtp",
             "context_length": known and known.context,
-            "drafter": known and known.drafter,
+            "drafter": known and known.drafter and openai.own_name(known.drafter),
         }
 
 

@@ -9,11 +9,13 @@ from mlx_mtp.cli.backends.service import COUNTED, Service
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def text(service: Service) -> str:
-    """Counts of requests, tokens and rounds are of requests that ended; positions from 1 on."""
+def text(service: Service, statuses: Mapping[int, int]) -> str:
+    """statuses: how many answers had each. Counts of requests, tokens and rounds are of
+    requests that ended; positions from 1 on."""
     totals = service.totals
     counters: list[tuple[str, str, Mapping[str, float]]] = [
         ("requests_total", "finish_reason", dict(totals.requests)),
+        ("http_responses_total", "status", {str(k): n for k, n in dict(statuses).items()}),
         *((f"{name}_total", "", {"": totals.tokens[name]}) for name in COUNTED),
         ("drafted_by_position_total", "position", _positions(totals.drafted_by_position)),
         ("accepted_by_position_total", "position", _positions(totals.accepted_by_position)),

@@ -10,18 +10,19 @@ the ids of the prompt and of the answer to the choice. What is not known is list
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 import secrets
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from mlx_mtp.errors import UsageError
 
 if TYPE_CHECKING:
     from mlx_mtp.cli.backends.service import Model
-    from mlx_mtp.conversation import Ask, Conversations, Turn
+    from mlx_mtp.conversation import Ask, Conversations, Ready, Turn
     from mlx_mtp.engine.session import Engine
     from mlx_mtp.generation import Answer, Options, Piece
     from mlx_mtp.text.tokenizer import Tokenizer
@@ -106,6 +107,12 @@ def chat(given: Mapping[str, Any], draft_len: int | None = None) -> Body:
     checked_messages(messages)
     given_tools = left.take("tools")
     tools = given_tools if checked_tools(given_tools) else None
+    # Calls are kept to names, not to types.
+    strict = [
+        f"tools[{i}].function.strict"
+        for i, tool in enumerate(tools or ())
+        if tool.get("function", tool).get("strict")
+    ]
     effort = left.choice("reasoning_effort", THINKING, "none")
     extra = Left(left.take("chat_template_kwargs", dict, default={}), "chat_template_kwargs.")
     response_format = left.take("response_format", dict, default={"type": "text"})
@@ -127,7 +134,7 @@ def chat(given: Mapping[str, Any], draft_len: int | None = None) -> Body:
     longest = left.take("max_tokens", int, 0, MOST_TOKENS)
     longest = left.take("max_completion_tokens", int, 0, MOST_TOKENS, longest)
     options = _options(left, draft_len, max_tokens=longest, logprobs=logprobs)
-    return _body(left, options, ask=ask, unknown=extra.names())
+    return _body(left, options, ask=ask, unknown=[*extra.names(), *strict])
 
 
 def completion(given: Mapping[str, Any], draft_len: int | None = None) -> Body:
@@ -158,17 +165,25 @@ class ModelError(UsageError):
 
 
 def names(asked: str | None, model: Model | None) -> list[str]:
-    """What a body may call the model: `asked` for at the start, and what was loaded, whose own name
-    is the last."""
+    """What a body may call the model: "default", what was `asked` for at the start, what was
+    loaded, and last the name that answers give it."""
     asked = asked or "embedded target"
     name = asked if model is None else model.name
-    return list(dict.fromkeys(["default", asked, name.rpartition("/")[2], name]))
+    others = dict.fromkeys(["default", asked, own_name(asked), name])
+    others.pop(mine := own_name(name), None)
+    return [*others, mine]
 
 
-def check_model(model: str | None, known: Collection[str]) -> None:
+def own_name(name: str) -> str:
+    """The last part of a hub's name or of a path, which is not for clients to see."""
+    return os.path.basename(os.path.abspath(name))
+
+
+def check_model(model: str | None, known: Sequence[str]) -> None:
     """Raises ModelError."""
     if model is not None and model not in known:
-        raise ModelError(f"model is {shown(model)}; here is {' or '.join(known)}")
+        shortest = dict.fromkeys((known[0], known[-1]))
+        raise ModelError(f"model is {shown(model)}; here is {' or '.join(shortest)}")
 
 
 def session_name(left: Left) -> str | None:
@@ -202,15 +217,26 @@ class Body:
     include_usage: bool
     token_ids: bool
     ignored: list[str]
+    ready: Ready | None = None  # what `prepared` made of `ask`
     name: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def prepared(self, model: Model) -> Body:
+        """The same, its prompt brought into tokens, for which the engine's thread need not wait. In
+        any thread. Raises UsageError."""
+        if self.ask is None:
+            return replace(self, prompt=self._prompt_ids(model.tokenizer))
+        from mlx_mtp.conversation import prepare
+
+        ready = prepare(self.ask, model.template, model.tokenizer, model.turns)
+        return replace(self, ready=ready)
 
     def start(self, conversations: Conversations, engine: Engine) -> Answer:
         """In the engine's thread. Raises UsageError and FitError."""
         from mlx_mtp.generation import Answer
 
         if self.ask is not None:
-            return conversations.start(engine, self.ask, self.options)
+            return conversations.start(engine, self.ask, self.options, self.ready)
         pair = conversations.pair
         return Answer(pair, self._prompt_ids(pair.tokenizer), self.options, engine)
 
@@ -300,7 +326,7 @@ class Body:
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{self.name}",
             "object": f"chat.completion{chunk}" if chat else "text_completion",
             "created": self.created,
-            "model": answer.settings["model"],
+            "model": own_name(answer.settings["model"]),
         }
 
 
@@ -415,7 +441,7 @@ def _unicode(value: Any, place: str = "") -> None:
             raise UsageError(f"{place} is not valid Unicode (a lone surrogate)") from None
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            _unicode(key, f"{place}: the name {shown(key)}")
+            _unicode(key, f"{place}: the name {shown(key)}".removeprefix(": "))
             _unicode(item, f"{place}.{key}" if place else str(key))
     elif isinstance(value, list):
         for i, item in enumerate(value):

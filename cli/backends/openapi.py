@@ -45,7 +45,7 @@ def _operation(about: str, *errors: int, kind: str = "application/json") -> Sche
 
 
 def _generation(about: str, body: Schema) -> Schema:
-    operation = _operation(about, 400, 404, 413, 429, 500, 503, 507)
+    operation = _operation(about, 400, 404, 408, 413, 415, 429, 500, 503, 507)
     operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {}}
     content = {"application/json": {"schema": body}}
     return operation | {"requestBody": {"required": True, "content": content}}

@@ -61,6 +61,7 @@ class Model:
     context: int
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    turns: TurnMemory
 
 
 @dataclass
@@ -118,7 +119,8 @@ class Service:
     """`load` and `make` run in the service's thread. Up to `rows` jobs run at once, and
     `most_waiting` more are taken; then `submit` raises Busy. After `idle_s` seconds without a job
     the pair is let go. `failed` is for good: the first load went wrong, or nothing can be made of
-    what was loaded; a later load that fails fails those who wait for it."""
+    what was loaded; a later load that fails fails those who wait for it, and the next request tries
+    again."""
 
     def __init__(
         self,
@@ -138,6 +140,7 @@ class Service:
         self._pair: Pair | None = None
         self._engine: Engine | None = None
         self._kv_bytes = 0
+        self._lost = False  # the last load failed, not for good
         # What outlives a pair: the ids of earlier turns, and which draft length paid.
         self._memory: TurnMemory | None = None
         self._draft_length: AutoLength | None = None
@@ -154,7 +157,9 @@ class Service:
             return "failed"
         if self.loaded.is_set():
             return "ready"
-        return "loading" if self.model is None or self._waiting else "unloaded"
+        if self.model is None or self._waiting:
+            return "loading"
+        return "failed" if self._lost else "unloaded"
 
     @property
     def running(self) -> int:
@@ -180,7 +185,7 @@ class Service:
         """Raises NotLoaded, Busy."""
         with self._changed:
             if self.failed is not None:
-                raise self.failed
+                raise self.failed.with_traceback(None)  # which would grow with every time
             if self.ahead(job) >= self._rows + self.most_waiting:
                 raise Busy(f"the queue is full: {self.most_waiting} requests wait")
             self._waiting.append(job)
@@ -207,8 +212,8 @@ class Service:
         """Have something done to the engine, soon; to none that was let go. Raises NotLoaded."""
         with self._changed:
             if self.failed is not None:
-                raise self.failed
-            if self.state != "unloaded":
+                raise self.failed.with_traceback(None)
+            if self.state in ("loading", "ready"):
                 self._errands.append(errand)
                 self._changed.notify()
 
@@ -240,8 +245,14 @@ class Service:
         conversations.memory = self._memory or conversations.memory
         self._memory, self._draft_length = conversations.memory, pair.draft_length
         self.model = Model(
-            pair.name, pair.drafter_name, engine.context, pair.tokenizer, pair.template
+            pair.name,
+            pair.drafter_name,
+            engine.context,
+            pair.tokenizer,
+            pair.template,
+            self._memory,
         )
+        self._lost = False
         self.loaded.set()
         return conversations
 
@@ -274,6 +285,7 @@ class Service:
             if for_good:
                 self.failed = error
                 self.loaded.set()
+            self._lost = True
             self._engine = self._pair = None
             jobs = [*self._running.values(), *self._waiting]
             self._running.clear()
@@ -356,9 +368,12 @@ class Service:
 
 
 def report(error: Exception) -> None:
-    """A traceback on stderr, of what is a bug of ours and where it was asked for."""
+    """A traceback on stderr, of what is a bug of ours and where it was asked for. Then the error
+    has none any more: its frames hold the request, and the request its error, until Python looks
+    for such circles."""
     if not isinstance(error, MtpError) and os.environ.get("MLX_MTP_TRACEBACK"):
         write_stderr("".join(traceback.format_exception(error)))
+    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 def one_line(error: Exception) -> str:

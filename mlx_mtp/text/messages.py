@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import Any
 
 from mlx_mtp.errors import UsageError
@@ -32,7 +33,7 @@ _NOTED = (
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     *("minLength", "maxLength", "minItems", "maxItems", "prefixItems", "additionalProperties"),
 )
-_NODES = 5000
+_NODES = 20_000
 
 
 def checked_messages(messages: Any, where: str = "messages") -> list[dict[str, Any]]:
@@ -41,6 +42,7 @@ def checked_messages(messages: Any, where: str = "messages") -> list[dict[str, A
         raise UsageError(f"{where}: give a list with at least one message")
     checked: list[tuple[tuple[int, int], dict[str, Any]]] = []
     calls: dict[Any, tuple[tuple[int, int], str]] = {}
+    system: list[str] = []  # what it says at the start
     for i, given in enumerate(messages):
         place, rank = f"{where}[{i}]", (i, -1)
         role = given.get("role") if isinstance(given, Mapping) else None
@@ -64,10 +66,11 @@ def checked_messages(messages: Any, where: str = "messages") -> list[dict[str, A
             calls = {}
         if role in ("system", "developer"):
             message["role"] = "system"
-            if len(checked) == 1 and checked[0][1]["role"] == "system":
-                checked[0][1]["content"] += "\n\n" + message["content"]
-                continue
+            if len(checked) == len(system):
+                system.append(message["content"])
         checked.append((rank, message))
+    if system:
+        checked[: len(system)] = [((0, -1), {"role": "system", "content": "\n\n".join(system)})]
     return [message for _, message in sorted(checked, key=lambda item: item[0])]
 
 
@@ -132,15 +135,17 @@ def checked_tools(tools: Any, where: str = "tools") -> list[dict[str, Any]] | No
     """Function declarations for a template, None for none. Raises UsageError naming the place."""
     if not isinstance(tools, (list, type(None))):
         raise UsageError(f"{where}: give a list")
-    checked = [_tool(tool, f"{where}[{i}]") for i, tool in enumerate(tools or [])]
-    names = [tool["function"]["name"] for tool in checked]
-    for i, name in enumerate(names):
-        if name in names[:i]:
+    nodes = count(1)
+    checked = [_tool(tool, f"{where}[{i}]", nodes) for i, tool in enumerate(tools or [])]
+    names = set()
+    for i, tool in enumerate(checked):
+        names.add(tool["function"]["name"])
+        if len(names) == i:
             raise UsageError(f"{where}[{i}]: a tool before it has the same name")
     return checked or None
 
 
-def _tool(given: Any, place: str) -> dict[str, Any]:
+def _tool(given: Any, place: str, nodes: Iterator[int]) -> dict[str, Any]:
     if not isinstance(given, Mapping) or given.get("type") != "function":
         raise UsageError(f'{place}.type: only tools of the type "function" can be called')
     if _deeper(given):
@@ -157,7 +162,7 @@ def _tool(given: Any, place: str) -> dict[str, Any]:
         raise UsageError(f"{place}: its parameters must be the schema of an object")
     tool: dict[str, Any] = {"name": name, "description": description}
     if schema:
-        tool["parameters"] = {"type": "object"} | _Schema(schema, place).plain(schema)
+        tool["parameters"] = {"type": "object"} | _Schema(schema, place, nodes).plain(schema)
         about = tool["parameters"].pop("description", "")  # which not every template prints
         if about not in description:
             tool["description"] = f"{description}\n{about}".strip()
@@ -167,17 +172,16 @@ def _tool(given: Any, place: str) -> dict[str, Any]:
 class _Schema:
     """Makes a JSON schema one that templates print without loss: each part has one type and
     `nullable`, references are filled in, and what is in no template's words goes into the
-    description as JSON."""
+    description as JSON. `nodes` counts the parts of all the tools' schemas."""
 
-    def __init__(self, root: Mapping[str, Any], where: str) -> None:
+    def __init__(self, root: Mapping[str, Any], where: str, nodes: Iterator[int]) -> None:
         self._root = root
         self._where = where
-        self._left = _NODES
+        self._nodes = nodes
 
     def plain(self, given: Any, within: tuple[str, ...] = ()) -> dict[str, Any]:
         """`within`: the references and other steps on the way to this part."""
-        self._left -= 1
-        if self._left < 0 or len(within) > _DEPTH:
+        if next(self._nodes) > _NODES or len(within) > _DEPTH:
             raise UsageError(f"{self._where}: the schema of its parameters is too large")
         items = given.items() if isinstance(given, Mapping) else ()
         schema = {k: v for k, v in items if isinstance(v, _KINDS.get(k, object))}

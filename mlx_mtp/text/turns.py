@@ -12,6 +12,7 @@ import json
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -66,7 +67,8 @@ class TurnMemory:
             snapshots = _snapshots(ids, tokenizer)
             past = ids[: snapshots[-1]] if snapshots else ids
             if preserve_thinking or not _thoughts(past, tokenizer):
-                self._turns.move_to_end(keys[i])
+                with suppress(KeyError):  # another thread may have let it go
+                    self._turns.move_to_end(keys[i])
                 return Prompt(ids, snapshots, keys[-1], len(turn))
         ids = render(messages).encode(tokenizer, bos=True)
         return Prompt(ids, _snapshots(ids, tokenizer), keys[-1], 0)

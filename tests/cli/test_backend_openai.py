@@ -112,6 +112,37 @@ def test_i08_parts_are_taken_and_i14_formats():
     assert chat(response_format=wanted).ask.response_format == wanted
 
 
+def test_strict_is_not_kept_to_and_listed():
+    strict = {"type": "function", "function": TOOL["function"] | {"name": "g", "strict": True}}
+    assert chat(tools=[TOOL, strict]).ignored == ["tools[1].function.strict"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "loaded", "names"),
+    [
+        (None, "embedded target", ["default", "embedded target"]),
+        ("e4b", None, ["default", "e4b"]),
+        (
+            "e4b",
+            "google/gemma-4-E4B-it",
+            ["default", "e4b", "google/gemma-4-E4B-it", "gemma-4-E4B-it"],
+        ),
+        ("a/b", "a/b", ["default", "a/b", "b"]),
+        ("/home/me/b/", "/home/me/b", ["default", "/home/me/b/", "/home/me/b", "b"]),
+        ("b", "/home/me/b", ["default", "/home/me/b", "b"]),
+    ],
+)
+def test_the_last_of_its_names_is_its_own(asked, loaded, names):
+    assert openai.names(asked, loaded and SimpleNamespace(name=loaded)) == names
+    with pytest.raises(UsageError, match=f"here is default or {names[-1]}$"):
+        openai.check_model("gpt-4o", names)
+
+
+def test_a_name_that_is_no_unicode():
+    with pytest.raises(UsageError, match=r"^the name '\\ud800' is not valid Unicode"):
+        chat(**{"\ud800": 1})
+
+
 def test_what_is_not_known_is_listed():
     body = chat(
         user="me",

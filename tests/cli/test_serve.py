@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import sys
 import threading
+import weakref
 from http.client import HTTPConnection
 from types import SimpleNamespace
 
 import pytest
+from starlette.datastructures import Headers
 
 from mlx_mtp.cli.backends import http
 from mlx_mtp.cli.backends.service import Busy, NotLoaded
+from mlx_mtp.conversation import TURN
 from mlx_mtp.errors import ContextError, FitError, LoadError, UsageError
+from mlx_mtp.text.tokenizer import Tokenizer
+from mlx_mtp.text.turns import TurnMemory
+from mlx_mtp.weights.load import load_pair
 from tests.cli.web import ENDLESS, USER, Web, events, hang_up, service, until
 from tests.clients.scripted import STEP, ScriptedEngine
 
@@ -197,6 +204,50 @@ def test_weights_that_were_let_go_come_back(running):
     web.close()
 
 
+def test_weights_that_do_not_come_back_are_no_health():
+    outcomes = iter([None, LoadError("the disk is gone"), None])
+
+    def load(progress):
+        if (outcome := next(outcomes)) is not None:
+            raise outcome
+        return load_pair()
+
+    web = Web(service(load, idle_s=0.01))
+    until(lambda: web.service.state == "unloaded")
+    assert web.refused(body())[0] == 503
+    assert web.ask("/health") == (503, {"status": "failed"})
+    web.complete(max_tokens=2)
+    assert web.ask("/health")[0] == 200
+    web.close()
+
+
+def test_bodies_are_read_and_prompts_rendered_beside_the_loop_and_the_model(web, monkeypatch):
+    threads = []
+
+    def watched(real):
+        def run(*args, **how):
+            threads.append(threading.current_thread().name)
+            return real(*args, **how)
+
+        return run
+
+    monkeypatch.setattr(http, "parse", watched(http.parse))
+    monkeypatch.setattr(TurnMemory, "prompt", watched(TurnMemory.prompt))
+    monkeypatch.setattr(Tokenizer, "encode", watched(Tokenizer.encode))
+    web.chat()
+    web.complete()
+    assert len(threads) >= 5
+    assert all(name.startswith("asyncio") for name in threads), threads
+
+
+def test_a_turn_goes_on_from_the_one_before(web):
+    first = web.chat(max_tokens=40, return_token_ids=True)["choices"][0]
+    more = [*USER, first["message"], {"role": "user", "content": "Shorter."}]
+    ids = web.chat(messages=more, return_token_ids=True)["choices"][0]["prompt_token_ids"]
+    known = first["prompt_token_ids"] + [t for t in first["token_ids"] if t > 1]
+    assert ids[: len(known) - 2] == known[:-2]
+
+
 # -- errors ---------------------------------------------------------------------------------------
 
 
@@ -259,6 +310,63 @@ def test_a_prompt_that_is_too_long_is_400_with_both_numbers(web, running):
         assert str(error["limit"]) in error["message"]
 
 
+def test_so_many_messages_are_refused_before_they_are_rendered(web, running, monkeypatch):
+    monkeypatch.setattr(TurnMemory, "prompt", None)
+    limit = running.model.tokenizer.most_tokens
+    asked = [{"role": "user", "content": ""}] * (limit // TURN + 1)
+    status, error = web.refused(body(messages=asked))
+    assert (status, error["code"], error["limit"]) == (400, "context_length_exceeded", limit)
+    assert error["message"].startswith(f"the prompt has more than {limit + TURN} tokens")
+
+
+def test_a_message_costs_what_is_counted_for_it(running):
+    known, one = running.model, [{"role": "user", "content": ""}]
+    counts = [len(known.template.encode(one * n, known.tokenizer)) for n in (1, 2, 3)]
+    assert counts[2] - counts[1] == counts[1] - counts[0] >= TURN
+
+
+class Given(dict):
+    """A body that can be watched."""
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "status"),
+    [
+        (CHAT, {"messages": [{"role": "x"}]}, 400),
+        (CHAT, {"messages": [{"role": "user", "content": "x " * 40_000}]}, 400),
+        (COMPLETIONS, {"prompt": [5] * 40_000}, 400),  # by the engine
+        (COMPLETIONS, {"prompt": "x", "stream": True, "logit_bias": {"999999999": 1}}, 400),
+        (CHAT, {"messages": USER, "response_format": {"type": "regex", "regex": "("}}, 400),
+        (CHAT, {"messages": USER, "model": "x"}, 404),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_nothing_is_left_of_a_refused_request(web, monkeypatch, path, wrong, status):
+    watched, parse = [], http.parse
+
+    def given(content):
+        found = Given(parse(content))
+        watched.append(weakref.ref(found))
+        return found
+
+    init = http._Asked.__init__
+
+    def asked(job, *args):
+        watched.extend(map(weakref.ref, (job, args[0])))
+        init(job, *args)
+
+    monkeypatch.setattr(http, "parse", given)
+    monkeypatch.setattr(http._Asked, "__init__", asked)
+    gc.collect()
+    gc.disable()
+    try:
+        assert web.refused(wrong, path)[0] == status
+        until(lambda: not any(one() for one in watched), "it is still there")
+        assert watched
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -301,7 +409,10 @@ def test_i14_a_schema_within_itself_is_taken(web):
     ],
 )
 def test_paths_and_methods_that_there_are_not(web, method, path, status):
+    name = f'mlx_mtp_http_responses_total{{status="{status}"}}'
+    before = figures(web).get(name, 0)
     found, content = web.ask(path, method=method)
+    assert figures(web)[name] == before + 1
     assert (found, content["error"]["type"]) == (status, "invalid_request_error")
 
 
@@ -557,6 +668,23 @@ def test_web_pages_are_refused(web, origin):
     assert web.open(CHAT, method="OPTIONS", **preflight).status == 403
 
 
+@pytest.mark.parametrize(
+    ("headers", "may"),
+    [
+        ([("host", "localhost")], True),
+        ([("host", "localhost"), ("host", "localhost")], False),
+        ([("host", "localhost"), ("origin", "https://a"), ("sec-fetch-site", "cross-site")], True),
+        ([("host", "localhost"), ("origin", "https://a"), ("origin", "https://a")], False),
+        ([("host", "localhost"), ("sec-fetch-site", "none")], True),
+        ([("host", "localhost"), ("sec-fetch-site", "same-site")], False),
+        ([("host", "localhost"), ("sec-fetch-site", "cross-site")], False),
+    ],
+)
+def test_who_is_a_stranger(headers, may):
+    sent = Headers(raw=[(name.encode(), value.encode()) for name, value in headers])
+    assert (http.stranger(sent, http.Settings(origins=("https://a",))) is None) is may
+
+
 def test_an_origin_that_may(running):
     page = "https://example.org"
     web = Web(running, origins=(page,), key="secret")
@@ -565,7 +693,11 @@ def test_an_origin_that_may(running):
         "Access_Control_Request_Method": "POST",
         "Access_Control_Request_Headers": "authorization,content-type,x-stainless-os",
     }
+    other = preflight | {"Access_Control_Request_Method": "PUT"}
+    assert web.ask(CHAT, method="OPTIONS", **other)[1]["error"]["type"] == "invalid_request_error"
+    preflight["Access_Control_Request_Private_Network"] = "true"
     response = web.open(CHAT, method="OPTIONS", **preflight)
+    assert response.getheader("access-control-allow-private-network") == "true"
     assert response.status == 200  # without the key, which browsers do not send here
     assert response.getheader("access-control-allow-origin") == page
     assert "x-stainless-os" in response.getheader("access-control-allow-headers")
@@ -583,7 +715,15 @@ def test_an_origin_that_may(running):
 
 @pytest.mark.parametrize(
     ("url", "kept"),
-    [("https://Example.org", "https://example.org"), ("app://x:1", "app://x:1")],
+    [
+        ("https://Example.org", "https://example.org"),
+        ("app://x:1", "app://x:1"),
+        ("http://a:80", "http://a"),
+        ("HTTPS://a:443", "https://a"),
+        ("https://a:80", "https://a:80"),
+        ("http://a:443", "http://a:443"),
+        ("http://[::80]:8080", "http://[::80]:8080"),
+    ],
 )
 def test_what_an_origin_is(url, kept):
     assert http.origin(url) == kept
@@ -643,6 +783,19 @@ def test_a_body_that_is_too_long(running):
         "the body is longer than 1000 bytes (--max-body)",
     )
     assert web.complete()["object"] == "text_completion"
+    web.close()
+
+
+def test_a_body_that_is_packed_or_does_not_come(running):
+    web = Web(running, body_s=0)
+    status, found = web.ask(COMPLETIONS, {"prompt": "x"}, Content_Encoding="gzip")
+    assert (status, found["error"]["type"]) == (415, "invalid_request_error")
+    connection = HTTPConnection("127.0.0.1", web.port, timeout=20)
+    connection.putrequest("POST", COMPLETIONS)
+    connection.putheader("Content-Length", "1000")
+    connection.endheaders(b'{"prompt": ')
+    response = connection.getresponse()
+    assert (response.status, response.getheader("connection")) == (408, "close")
     web.close()
 
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from http.client import HTTPConnection
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,15 @@ def test_a_model_that_cannot_be_loaded_ends_it(serve, tmp_path):
     assert str(tmp_path) in err.decode()
 
 
+def test_an_address_in_brackets(serve):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    _, connection = serve("--host", "[::1]")
+    assert socket.create_connection(("::1", connection.port))
+
+
 def test_a_port_that_is_taken(inside):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -117,9 +127,11 @@ def test_wrong_options_are_one_line(inside, tmp_path, arguments, about):
 def test_where_the_key_is_from(tmp_path, monkeypatch):
     monkeypatch.delenv("MLX_MTP_API_KEY", raising=False)
     assert api_key(None) is None
-    monkeypatch.setenv("MLX_MTP_API_KEY", "")
-    assert api_key(None) is None
-    monkeypatch.setenv("MLX_MTP_API_KEY", "one")
+    for wrong in ("", "\n", "a b"):
+        monkeypatch.setenv("MLX_MTP_API_KEY", wrong)
+        with pytest.raises(UsageError, match="MLX_MTP_API_KEY must hold a key"):
+            api_key(None)
+    monkeypatch.setenv("MLX_MTP_API_KEY", "one\n")
     assert api_key(None) == "one"
     file = tmp_path / "key"
     file.write_text("two\n")
@@ -128,6 +140,8 @@ def test_where_the_key_is_from(tmp_path, monkeypatch):
         file.write_text(wrong)
         with pytest.raises(UsageError, match="must hold a key"):
             api_key(file)
+    with pytest.raises(UsageError, match="at most 4096"):
+        api_key(Path("/dev/zero"))
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="no text"):
         api_key(file)

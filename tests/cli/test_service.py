@@ -97,8 +97,10 @@ def test_a_load_that_fails_later_fails_those_who_wait_and_is_tried_again():
     failed = Ask(prompt="def gcd(a, b):").outcome(service)
     assert isinstance(failed, NotLoaded)
     assert (str(failed), failed.exit_code) == ("the disk is gone", 3)
-    assert service.failed is None
+    assert (service.failed, service.state) == (None, "failed")
+    service.between_steps(lambda engine: 1 / 0)  # there is none
     assert Ask(prompt="def gcd(a, b):").outcome(service) == said
+    assert service.state == "ready"
     assert service.totals.requests == {"length": 2, "error": 1}
 
 
@@ -109,8 +111,10 @@ def test_a_first_load_that_fails_is_for_good():
     service = opened(load)
     assert service.loaded.wait(10)
     assert service.state == "failed"
-    with pytest.raises(NotLoaded, match="no such folder"):
-        service.submit(Ask(prompt="x"))
+    for _ in range(3):
+        with pytest.raises(NotLoaded, match="no such folder") as caught:
+            service.submit(Ask(prompt="x"))
+    assert len(caught.traceback) == 2  # this frame and submit's
 
 
 def test_what_ended_is_counted():

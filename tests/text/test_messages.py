@@ -228,6 +228,33 @@ def test_what_is_wrong_with_a_tool_is_named(tools, place):
     assert str(error.value).startswith(place)
 
 
+def test_schemas_share_what_they_may_have_of_parts():
+    assert checked_tools([tool(refs(9))])
+    with pytest.raises(UsageError, match=r"^tools\[\d+\]: the schema of its parameters is too large"):
+        checked_tools([tool(refs(9), name=f"t{n}") for n in range(20)])
+
+
+def test_many_tools_and_system_messages_are_not_gone_through_again_for_each():
+    class Name(str):
+        __slots__ = ()
+        compared = copied = 0
+        __hash__ = str.__hash__
+
+        def __eq__(self, other):
+            Name.compared += 1
+            return str.__eq__(self, other)
+
+        def __radd__(self, before):
+            Name.copied += len(before)
+            return str.__add__(before, self)
+
+    assert len(checked_tools([tool({}, name=Name(f"t{n}")) for n in range(200)])) == 200
+    assert Name.compared < 2000
+    messages = [{"role": "system", "content": Name("abc")} for _ in range(200)]
+    assert checked_messages(messages)[0]["content"] == "\n\n".join(["abc"] * 200)
+    assert Name.copied < 2000
+
+
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=list(TEMPLATES))
 def test_the_deepest_that_is_taken_can_be_rendered(template):
     schema = {"type": "string"}
