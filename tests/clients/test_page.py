@@ -35,6 +35,7 @@ def test_a_relative_folder_of_clients_is_below_the_callers(tmp_path):
     python.parent.mkdir()
     python.write_text('#!/bin/sh\necho "$MLX_MTP_CLIENTS"\n')
     python.chmod(0o755)
+    (python.parent / "python3.12").symlink_to(python)  # which would install them
     environment = {"PATH": f"{python.parent}:/usr/bin:/bin", "VIRTUAL_ENV": "x", "HOME": "/nowhere"}
     command = [str(ROOT / ".ci" / "clients"), "clients"]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
