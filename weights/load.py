@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -177,14 +178,14 @@ def _digest(
 ) -> bytes:
     """Of what a pair is: versions, configs, tensors by name, dtype and shape, and the small ones
     that every rank reads whole, by value."""
-    told = blake2b(f"{version('mlx-mtp')} {mx.__version__}".encode(), digest_size=32)
+    told = blake2b(f"{version('mlx-mtp')} {version('mlx')}".encode(), digest_size=32)
     for p, in_float32, _ in planned:
         tensors = sorted((n, part.tensor.dtype, part.shape) for n, part in p.plan.parts.items())
         told.update(repr((p.text, in_float32, tensors, sorted(p.packed))).encode())
         arrays: dict[str, mx.array] = dict(tree_flatten(p.module.parameters()))
         for name, array in sorted(arrays.items()):
             if name.endswith("norm.weight") and "self_attn" not in name and array.size < SMALL:
-                told.update(bytes(memoryview(array.view(mx.uint8))))
+                told.update(memoryview(cast(Any, array.view(mx.uint8))))
     return told.digest()
 
 

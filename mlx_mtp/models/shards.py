@@ -9,7 +9,7 @@ drafter, which every rank runs whole. Embeddings, norms, router and head are who
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ class Ranks:
         did not wait for those before it would meet another one of rank 0's."""
         return self.total(x if self.rank == 0 else x * 0)
 
-    def same(self, digest: bytes) -> bool:
+    def same(self, digest: Sequence[int]) -> bool:
         """Whether rank 0 has the same `digest`, of a length that all know. WAITS."""
         mine = mx.array(list(digest), dtype=mx.int32)
         with mx.stream(mx.cpu):
