@@ -230,7 +230,8 @@ def test_what_is_wrong_with_a_tool_is_named(tools, place):
 
 def test_schemas_share_what_they_may_have_of_parts():
     assert checked_tools([tool(refs(9))])
-    with pytest.raises(UsageError, match=r"^tools\[\d+\]: the schema of its parameters is too large"):
+    too_large = r"^tools\[\d+\]: the schema of its parameters is too large"
+    with pytest.raises(UsageError, match=too_large):
         checked_tools([tool(refs(9), name=f"t{n}") for n in range(20)])
 
 
