@@ -138,7 +138,7 @@ def listen(host: str, port: int, key: str | None) -> tuple[socket.socket, bool]:
     where = f"{host}:{port}"
     try:
         # Of several addresses one, of IPv4 if there is one.
-        family, *_, to = min(socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM))
+        family, *_, to = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
         local = is_loopback(str(to[0]))
         if not local and key is None:
             raise UsageError(

@@ -75,6 +75,25 @@ def test_models_by_each_of_its_names(web, running):
         assert web.complete(model=name.replace("%20", " "))["model"] == model["id"]
 
 
+def test_no_client_sees_where_weights_lie():
+    def load(progress):
+        pair = load_pair()
+        pair.name, pair.drafter_name = "/home/me/mine", "/home/me/theirs"
+        return pair
+
+    web = Web(service(load), asked="/home/me/mine/")
+    assert web.service.loaded.wait(30)
+    (model,) = web.ask("/v1/models")[1]["data"]
+    assert (model["id"], model["drafter"]) == ("mine", "theirs")
+    for name in ("mine", "/home/me/mine", "/home/me/mine/", "default"):
+        assert web.complete(model=name)["model"] == "mine"
+        assert (
+            json.loads(events(web.open(CHAT, body(model=name, stream=True)))[0])["model"] == "mine"
+        )
+    assert "/home" not in web.refused(body(model="x"))[1]["message"]
+    web.close()
+
+
 @pytest.mark.parametrize("name", ["gpt-4o", "google/gemma-4-E2B-it", "../../etc/passwd", "/", ""])
 def test_another_model_is_none(web, name):
     for status, found in (web.ask(f"/v1/models/{name}"), web.ask(CHAT, body(model=name))):
