@@ -281,6 +281,7 @@ class _Api:
 
     async def generate(self, check: Check, request: Request) -> Response:
         content = await self._read(request)
+        self._service.check_room()
         body = await asyncio.to_thread(self._checked, content, check)
         job = _Asked(body, self._service, self._names)
         self._service.submit(job)

@@ -184,12 +184,16 @@ class Service:
     def submit(self, job: Job) -> None:
         """Raises NotLoaded, Busy."""
         with self._changed:
-            if self.failed is not None:
-                raise self.failed.with_traceback(None)  # which would grow with every time
-            if self.ahead(job) >= self._rows + self.most_waiting:
-                raise Busy(f"the queue is full: {self.most_waiting} requests wait")
+            self.check_room()
             self._waiting.append(job)
             self._changed.notify()
+
+    def check_room(self) -> None:
+        """Raises what `submit` would now, for whoever has work to do before that."""
+        if self.failed is not None:
+            raise self.failed.with_traceback(None)  # which would grow with every time
+        if len(self._running) + len(self._waiting) >= self._rows + self.most_waiting:
+            raise Busy(f"the queue is full: {self.most_waiting} requests wait")
 
     def cancel(self, job: Job) -> None:
         """End it before the engine's next step, or at once where it has not begun."""

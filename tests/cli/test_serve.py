@@ -445,6 +445,7 @@ def test_a_full_queue_is_429_and_says_when_to_come_again(web, running):
         error = json.loads(response.read())["error"]
         assert (response.status, error["type"]) == (429, "rate_limit_error")
         assert int(response.getheader("retry-after")) > 0
+        assert web.refused(b"[" * 100_000)[0] == 429  # and does not parse it
         go.set()
         for thread in waiting:
             thread.join(30)

@@ -114,7 +114,7 @@ def test_a_first_load_that_fails_is_for_good():
     for _ in range(3):
         with pytest.raises(NotLoaded, match="no such folder") as caught:
             service.submit(Ask(prompt="x"))
-    assert len(caught.traceback) == 2  # this frame and submit's
+    assert len(caught.traceback) == 3  # this frame and the two that raise it
 
 
 def test_what_ended_is_counted():
