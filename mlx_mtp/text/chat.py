@@ -72,16 +72,24 @@ class ChatTemplate:
         """The prompt with its control tokens as text, up to where the model's turn begins. Raises
         UsageError where the template refuses the messages."""
         name = "tool_use" if tools and "tool_use" in self._variants else "default"
-        try:
-            return self._variants[name].render(
-                messages=messages,
-                tools=tools,
-                add_generation_prompt=True,
-                enable_thinking=enable_thinking,
+        template = self._variants[name]
+        context = template.new_context(
+            {
+                "messages": messages,
+                "tools": tools,
+                "add_generation_prompt": True,
+                "enable_thinking": enable_thinking,
                 **self._specials,
-            )
+            }
+        )
+        try:
+            return "".join(template.root_render_func(context))
         except Exception as error:  # whatever the template does with messages it did not expect
             raise UsageError(f"the chat template refuses these messages: {error}") from error
+        finally:
+            # A macro and its context hold each other, and the messages, until Python looks for that.
+            context.parent.clear()
+            context.vars.clear()
 
     def prompt(
         self,

@@ -19,6 +19,7 @@ from mlx_mtp.cli.backends import http
 from mlx_mtp.cli.backends.service import Busy, NotLoaded
 from mlx_mtp.conversation import TURN
 from mlx_mtp.errors import ContextError, FitError, LoadError, UsageError
+from mlx_mtp.text.chat import ChatTemplate
 from mlx_mtp.text.tokenizer import Tokenizer
 from mlx_mtp.text.turns import TurnMemory
 from mlx_mtp.weights.load import load_pair
@@ -374,6 +375,17 @@ def test_nothing_is_left_of_a_refused_request(web, monkeypatch, path, wrong, sta
         watched.extend(map(weakref.ref, (job, args[0])))
         init(job, *args)
 
+    class Rendered(list):
+        pass
+
+    render = ChatTemplate.render
+
+    def rendered(template, messages, **how):
+        found = Rendered(messages)
+        watched.append(weakref.ref(found))
+        return render(template, found, **how)
+
+    monkeypatch.setattr(ChatTemplate, "render", rendered)
     monkeypatch.setattr(http, "parse", given)
     monkeypatch.setattr(http._Asked, "__init__", asked)
     gc.collect()
