@@ -87,7 +87,7 @@ class ChatTemplate:
         except Exception as error:  # whatever the template does with messages it did not expect
             raise UsageError(f"the chat template refuses these messages: {error}") from error
         finally:
-            # A macro and its context hold each other, and the messages, until Python looks for that.
+            # Macros and their context hold each other, and the messages, until Python looks for it.
             context.parent.clear()
             context.vars.clear()
 
