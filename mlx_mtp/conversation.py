@@ -32,9 +32,8 @@ from mlx_mtp.text.tokenizer import Tokenizer
 from mlx_mtp.text.tool_calls import ToolCall
 from mlx_mtp.text.turns import Prompt, TurnMemory
 
-TURN = (
-    4  # tokens that a user's or a tool's message has beside its text: <|turn>user, a line, <turn|>
-)
+# Tokens that a user's or a tool's message has beside its text: <|turn>user, a line, <turn|>.
+TURN = 4
 
 
 @dataclass(frozen=True)
